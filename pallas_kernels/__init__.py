@@ -1,0 +1,1 @@
+"""Kernels of the offloaded step. One folder each: `reference` (plain XLA, the oracle), `gpu`, `tpu`, `api`."""

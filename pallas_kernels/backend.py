@@ -1,0 +1,29 @@
+"""Which implementation of a kernel runs. Chosen once, by name, and visible in `seqmoe doctor` and the log."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import jax
+
+Implementation = Literal["xla", "gpu", "tpu"]
+
+
+def default_implementation() -> Implementation:
+    """`gpu` on NVIDIA GPUs of compute capability 8.0 or newer, else `xla`, the reference.
+
+    TPU kernels are lowered and interpreted in the tests but were never timed on a TPU: they run only when named.
+    """
+    if jax.default_backend() != "gpu":
+        return "xla"
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    return "gpu" if capability is not None and float(capability) >= 8.0 else "xla"
+
+
+def resolve(implementation: Implementation | None) -> Implementation:
+    """The named implementation, or the default of this process's backend."""
+    if implementation is None:
+        return default_implementation()
+    if implementation not in get_args(Implementation):
+        raise ValueError(f"unknown implementation {implementation!r}: expected one of {get_args(Implementation)}")
+    return implementation

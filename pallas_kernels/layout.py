@@ -1,0 +1,116 @@
+"""How one expert lies in memory: the contract between whoever writes expert blocks and the kernels that read them.
+
+An expert is one contiguous block of `block_bytes` bytes, so that moving it never needs to know its format. A
+block is an array of `block_elems` elements of `storage` dtype; a host pool is `storage[E, n]` per layer, the slot
+cache `storage[S, n]`. Fields sit at byte offsets inside the block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jaxtyping import Array, Shaped
+
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+FP8_BLOCK = 128  # rows and columns that share one scale in FP8-block checkpoints
+ALIGNMENT = 128  # bytes; keeps 16-byte loads and whole cache lines for any field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """One tensor inside an expert block. `offset` is in bytes from the block's start."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayout:
+    """Fields of an expert block and the dtype its storage is declared as.
+
+    Storage is the fields' own dtype when all agree (bf16, f32, ...), else uint8; a field of a wider dtype than the
+    storage is put together from its bytes (little endian) where it is read.
+    """
+
+    fields: tuple[Field, ...]
+    block_bytes: int
+    storage: np.dtype
+
+    @property
+    def block_elems(self) -> int:
+        """Elements of `storage` in one block: the n of `storage[S, n]`."""
+        return self.block_bytes // self.storage.itemsize
+
+    def field(self, name: str) -> Field:
+        return next(field for field in self.fields if field.name == name)
+
+    def start(self, name: str) -> int:
+        """First element of a field, counted in `storage` elements."""
+        return self.field(name).offset // self.storage.itemsize
+
+    def pack(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Expert tensors -> one block, `storage[n]`. Raises `ValueError` where a shape or dtype does not match."""
+        block = np.zeros(self.block_bytes, np.uint8)
+        for field in self.fields:
+            value = tensors[field.name]
+            if value.shape != field.shape or value.dtype != field.dtype:
+                raise ValueError(
+                    f"expert field {field.name!r}: expected {field.dtype}{list(field.shape)}, "
+                    f"got {value.dtype}{list(value.shape)}"
+                )
+            block[field.offset : field.offset + field.nbytes] = np.ascontiguousarray(value).view(np.uint8).ravel()
+        return block.view(self.storage)
+
+    def unpack(self, blocks: Shaped[Array, "*batch n"], name: str) -> Shaped[Array, "..."]:
+        """One field of a batch of blocks, `[*batch, *field.shape]` in the field's dtype (traceable)."""
+        field = self.field(name)
+        batch = blocks.shape[:-1]
+        part = blocks[..., self.start(name) : self.start(name) + field.nbytes // self.storage.itemsize]
+        if field.dtype == self.storage:
+            return part.reshape(*batch, *field.shape)
+        if field.dtype.itemsize == self.storage.itemsize:
+            return jax.lax.bitcast_convert_type(part, field.dtype).reshape(*batch, *field.shape)
+        parts = part.reshape(*batch, *field.shape, field.dtype.itemsize // self.storage.itemsize)
+        return jax.lax.bitcast_convert_type(parts, jnp.dtype(field.dtype))
+
+
+def swiglu_layout(*, hidden: int, width: int, dtype: np.dtype | type) -> ExpertLayout:
+    """Block of a SwiGLU expert: `gate [F, H]`, `up [F, H]`, `down [H, F]`, orientations as in the checkpoint.
+
+    For FP8 (e4m3) each matrix has a float32 scale per 128 x 128 block, `gate_scale [ceil(F/128), ceil(H/128)]` and
+    so on, to be multiplied. Matrices start at multiples of both row lengths and the block's length is one too, so
+    `slots.reshape(S, -1, H)` and `slots.reshape(S, -1, F)` are free views in which a field starts at a whole row.
+    """
+    dtype = np.dtype(dtype)
+    matrices = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    shapes: list[tuple[str, tuple[int, ...], np.dtype]] = [(name, shape, dtype) for name, shape in matrices.items()]
+    if dtype == FP8:
+        for name, (rows, cols) in matrices.items():
+            grid = (math.ceil(rows / FP8_BLOCK), math.ceil(cols / FP8_BLOCK))
+            shapes.append((f"{name}_scale", grid, np.dtype(np.float32)))
+    fields, offset = [], 0
+    for name, shape, field_dtype in shapes:
+        # Matrices are whole multiples of H and F elements: aligning them would break the views, and need not be done.
+        step = 1 if name in matrices else ALIGNMENT
+        offset = math.ceil(offset / step) * step
+        fields.append(Field(name=name, offset=offset, shape=shape, dtype=field_dtype))
+        offset += fields[-1].nbytes
+    unit = math.lcm(hidden * dtype.itemsize, width * dtype.itemsize, ALIGNMENT)
+    same = all(field.dtype == dtype for field in fields)
+    return ExpertLayout(
+        fields=tuple(fields),
+        block_bytes=math.ceil(offset / unit) * unit,
+        storage=dtype if same else np.dtype(np.uint8),
+    )

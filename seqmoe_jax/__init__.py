@@ -1,0 +1,1 @@
+"""Mixture-of-Experts inference with most experts outside device memory, exactly."""

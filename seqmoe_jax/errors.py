@@ -1,0 +1,24 @@
+"""What can go wrong because of input, said in one line: what was expected, what came, what to do.
+
+The command line turns every `SeqMoEError` into that line and exit status 2.
+"""
+
+
+class SeqMoEError(Exception):
+    """Base of every error that the caller can mend."""
+
+
+class CheckpointError(SeqMoEError):
+    """A model directory or one of its files is missing, damaged, or not what its header says."""
+
+
+class ConfigError(SeqMoEError):
+    """A field of a configuration is missing, of a wrong type, or names something unsupported."""
+
+
+class ResidencyError(SeqMoEError):
+    """The residency or device memory asked for cannot run this model and batch."""
+
+
+class PromptError(SeqMoEError):
+    """A prompt is empty, too long for the context, or cannot be encoded."""
