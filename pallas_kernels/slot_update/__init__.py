@@ -1,0 +1,7 @@
+"""Cache management of one MoE layer as one kernel."""
+
+from pallas_kernels.slot_update.api import slot_update as slot_update
+from pallas_kernels.slot_update.tables import Rule as Rule
+from pallas_kernels.slot_update.tables import SlotState as SlotState
+from pallas_kernels.slot_update.tables import SlotTables as SlotTables
+from pallas_kernels.slot_update.tables import SlotUpdate as SlotUpdate

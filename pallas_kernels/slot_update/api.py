@@ -1,0 +1,74 @@
+"""All cache management of one MoE layer in one launch (paper 7.2 and 8.2, "Device-resident cache")."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from pallas_kernels.backend import Implementation, resolve
+from pallas_kernels.slot_update.reference import slot_update_reference
+from pallas_kernels.slot_update.tables import Rule, SlotTables, SlotUpdate
+
+
+def slot_update(
+    tables: SlotTables,
+    ids: Int[Array, "M"],
+    *,
+    first_key: Int[Array, ""] | int,
+    num_experts: int,
+    rule: Rule,
+    clock: Int[Array, ""] | int,
+    key_score: Int[Array, "keys"] | None = None,
+    landed: Int[Array, "S"] | None = None,
+    implementation: Implementation | None = None,
+    interpret: bool = False,
+) -> SlotUpdate:
+    """Land, look up, allocate, release: the state transitions around one MoE layer, in this order.
+
+    1. *Land.* A FETCH slot with `landed[s] == tag[s]` becomes COMPUTE and its key resident; if an on-demand load
+       made the key resident meanwhile, the slot becomes EMPTY.
+    2. *Look up* `ids`. A resident expert is a hit and protected for this call.
+    3. *Allocate.* Each distinct missing expert, in order of first appearance, takes the first EMPTY slot, else
+       the USED slot of lowest (score, index), whose expert is evicted. A key that is in FETCH at this moment is
+       loaded into a slot of its own all the same; the transfer then lands as EMPTY.
+    4. *Release.* Every COMPUTE slot of this layer becomes USED, activated or not: later launches come after the
+       layer's own computation on the same stream.
+
+    Scores: a newcomer (landed or loaded) gets `clock` (lru), 1 (lfu) or `key_score[key]` (scored); a hit sets
+    `clock` (lru), adds 1 once per distinct expert (lfu) or changes nothing (scored).
+
+    Args:
+        tables: int32, donated by the caller's jit; updated in place.
+        ids: routed experts of the layer in [0, E); others are inactive (use -1). Duplicates are welcome.
+        first_key: layer * E; may be traced.
+        num_experts: E.
+        rule: how scores change.
+        clock: a number that grows from step to step.
+        key_score: retention scores, needed for "scored" and unused otherwise.
+        landed: last tag reported for each slot by the transfer engine. None: there is no engine, which promises
+            that no slot is COMPUTE on entry, and saves the scans over all slots.
+
+    There must be a slot that is neither FETCH nor protected for every distinct miss. The caller sees to it by
+    keeping enough out of `reserve`; a miss that finds none gets slot -1, and nothing is corrupted.
+    """
+    if rule not in get_args(Rule):
+        raise ValueError(f"unknown rule {rule!r}: expected one of {get_args(Rule)}")
+    if rule == "scored" and key_score is None:
+        raise ValueError("rule 'scored' needs key_score, int32[keys]")
+    if rule != "scored":
+        key_score = None
+    first_key, clock = jnp.asarray(first_key, jnp.int32), jnp.asarray(clock, jnp.int32)
+    arguments = (tables, ids.astype(jnp.int32), first_key, clock, key_score, landed)
+    match resolve(implementation):
+        case "gpu":  # imported where used: Pallas is slow to import and absent from some builds
+            from pallas_kernels.slot_update.gpu import slot_update_gpu
+
+            return slot_update_gpu(*arguments, num_experts=num_experts, rule=rule, interpret=interpret)
+        case "tpu":
+            from pallas_kernels.slot_update.tpu import slot_update_tpu
+
+            return slot_update_tpu(*arguments, num_experts=num_experts, rule=rule, interpret=interpret)
+        case _:
+            return slot_update_reference(*arguments, num_experts=num_experts, rule=rule)
