@@ -1,0 +1,126 @@
+"""Loads a checkpoint's experts and dense tensors; prints time, rate and peak memory beside a plain read of its files.
+
+    python scripts/bench_loading.py DIR [--workers N] [--drop-cache]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels.layout import swiglu_layout
+from seqmoe_jax.checkpoints.names import check_names, qwen3_moe_names
+from seqmoe_jax.checkpoints.read import iter_dense
+from seqmoe_jax.checkpoints.resolve import read_config
+from seqmoe_jax.checkpoints.safetensors import open_checkpoint
+from seqmoe_jax.errors import SeqMoEError
+from seqmoe_jax.experts.host_pool import expert_dtype, load_host_pool
+
+
+def plain_read(files: list[Path]) -> float:
+    """Seconds that one thread takes to read the files front to back into one buffer."""
+    buffer = bytearray(16 << 20)
+    start = time.perf_counter()
+    for path in files:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - start
+
+
+def drop_cache(files: list[Path]) -> None:
+    """Asks the kernel to forget the files' pages. It may keep pages that are dirty or mapped."""
+    for path in files:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def peak_memory() -> int:
+    """Highest resident set of this process so far, in bytes (Linux)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no VmHWM in /proc/self/status")
+
+
+def bench(directory: Path, *, workers: int | None, cold: bool) -> dict[str, Any]:
+    device = jax.devices()[0]
+    config = read_config(directory)
+    files = sorted(directory.glob("*.safetensors"))
+    prepare: Callable[[list[Path]], object] = drop_cache if cold else (lambda files: None)
+    before = peak_memory()
+    prepare(files)
+    start = time.perf_counter()
+    checkpoint = open_checkpoint(directory)
+    names = qwen3_moe_names(config, checkpoint.names)
+    check_names(checkpoint, names)
+    opened = time.perf_counter()
+    dtype = expert_dtype(checkpoint, names, dtype=ml_dtypes.bfloat16)
+    hidden, width = config["hidden_size"], config["moe_intermediate_size"]
+    layout = swiglu_layout(hidden=hidden, width=width, dtype=dtype)
+    num_layers, num_experts = len(names.experts), len(names.experts[0])
+    pool = load_host_pool(
+        checkpoint,
+        names,
+        layout,
+        num_layers=num_layers,
+        num_experts=num_experts,
+        device=device,
+        workers=workers,
+    )
+    loaded = time.perf_counter()
+    dense = {
+        name: jax.device_put(value, device)
+        for name, value in iter_dense(checkpoint, names, dtype=np.dtype(ml_dtypes.bfloat16))
+    }
+    jax.block_until_ready((pool, dense))
+    end = time.perf_counter()
+    peak = peak_memory()
+    total = checkpoint.nbytes
+    prepare(files)
+    plain = plain_read(files)
+    return {
+        "directory": str(directory),
+        "backend": jax.default_backend(),
+        "checkpoint_bytes": total,
+        "page_cache": "dropped before each read" if cold else "as it was",
+        "open_and_check_s": round(opened - start, 3),
+        "experts_s": round(loaded - opened, 3),
+        "dense_s": round(end - loaded, 3),
+        "seconds": round(end - start, 3),
+        "GB_per_s": round(total / (end - start) / 1e9, 3),
+        "plain_read_s": round(plain, 3),
+        "plain_read_GB_per_s": round(total / plain / 1e9, 3),
+        "time_over_plain_read": round((end - start) / plain, 3),
+        "peak_bytes": peak,
+        "peak_bytes_before": before,
+        "peak_over_checkpoint": round(peak / total, 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--workers", type=int)
+    parser.add_argument("--drop-cache", action="store_true", help="start each read with the files out of the page cache")
+    args = parser.parse_args()
+    try:
+        print(json.dumps(bench(args.directory, workers=args.workers, cold=args.drop_cache), indent=2))
+    except SeqMoEError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+if __name__ == "__main__":
+    main()

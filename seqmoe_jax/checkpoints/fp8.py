@@ -1,0 +1,80 @@
+"""FP8-block weights: `w[i, j] = q[i, j] * scale[i // R, j // C]`, with R x C (128 x 128 as published) from the config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Shaped
+
+from seqmoe_jax.errors import CheckpointError, ConfigError
+
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+SCALE_DTYPES = tuple(
+    np.dtype(kind) for kind in (np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu)
+)
+DEFAULT_BLOCK = (128, 128)
+CHUNK_ELEMS = 1 << 20  # float32 working set of 4 MiB: stays in cache, and peak memory does not grow with the tensor
+
+
+def block_size(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns that share a scale, from a model's `config.json`; the default where it names no FP8.
+
+    Raises `ConfigError` for another `quant_method` or a malformed `weight_block_size`.
+    """
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return DEFAULT_BLOCK
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    if method != "fp8":
+        raise ConfigError(f"config.json: expected quant_method 'fp8' or no quantization_config, got {method!r}")
+    block = quantization.get("weight_block_size", DEFAULT_BLOCK)
+    valid = isinstance(block, list | tuple) and len(block) == 2
+    if not valid or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in block):
+        raise ConfigError(
+            "config.json: expected quantization_config.weight_block_size of two positive integers, "
+            f"got {block!r}; FP8 with one scale per tensor is not supported"
+        )
+    return block[0], block[1]
+
+
+def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """`[..., N, K]` -> `[..., ceil(N/R), ceil(K/C)]`; the last blocks may be ragged."""
+    return (*shape[:-2], math.ceil(shape[-2] / block[0]), math.ceil(shape[-1] / block[1]))
+
+
+def dequantize(
+    weight: Shaped[np.ndarray, "*batch N K"],
+    scale: Shaped[np.ndarray, "*batch n k"],
+    *,
+    block: tuple[int, int] = DEFAULT_BLOCK,
+    dtype: np.dtype | type,
+    out: np.ndarray | None = None,
+) -> Shaped[np.ndarray, "*batch N K"]:
+    """`weight * scale` in float32, rounded once to `dtype`. Works row chunk by row chunk.
+
+    `out`, where given, is filled and returned. Raises `CheckpointError` where the scales' shape or dtype does not fit.
+    """
+    expected = scale_shape(weight.shape, block)
+    if scale.shape != expected or scale.dtype not in SCALE_DTYPES:
+        kinds = "/".join(kind.name for kind in SCALE_DTYPES)
+        raise CheckpointError(
+            f"FP8 weight {list(weight.shape)} in blocks of {list(block)}: expected scales {list(expected)} of {kinds}, "
+            f"got {list(scale.shape)} of {scale.dtype}; check weight_block_size in config.json"
+        )
+    if out is None:
+        out = np.empty(weight.shape, dtype)
+    rows, cols = weight.shape[-2:]
+    step = max(1, CHUNK_ELEMS // max(1, cols) // block[0]) * block[0]
+    for index in np.ndindex(weight.shape[:-2]):
+        factors = scale[index].astype(np.float32)
+        for start in range(0, rows, step):
+            chunk = weight[index][start : start + step].astype(np.float32)
+            per_row = factors[start // block[0] : math.ceil((start + step) / block[0])]
+            wide = np.repeat(np.repeat(per_row, block[0], 0)[: len(chunk)], block[1], 1)[:, :cols]
+            chunk *= wide
+            out[index][start : start + step] = chunk
+    return out

@@ -1,0 +1,48 @@
+"""Reads what a name map points at: raw bytes, converted arrays, all dense tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from seqmoe_jax.checkpoints.fp8 import FP8, dequantize
+from seqmoe_jax.checkpoints.names import NameMap, Source
+from seqmoe_jax.checkpoints.safetensors import Checkpoint
+
+
+def read_part(checkpoint: Checkpoint, source: Source) -> np.ndarray:
+    """The source's part as it is stored, `[*part_shape]` in the checkpoint's dtype."""
+    dtype = checkpoint.info(source.tensor).dtype
+    offset, nbytes = source.byte_range(dtype.itemsize)
+    raw = np.empty(nbytes, np.uint8)
+    checkpoint.read_into(source.tensor, raw, offset)
+    return raw.view(dtype).reshape(source.part_shape)
+
+
+def read_source(
+    checkpoint: Checkpoint, names: NameMap, source: Source, dtype: np.dtype | type, out: np.ndarray | None = None
+) -> np.ndarray:
+    """The source's part in `dtype` (`[*part_shape]`, into `out` where given); FP8 is multiplied by its scales."""
+    stored = read_part(checkpoint, source)
+    if stored.dtype == FP8:
+        scale = read_part(checkpoint, names.scale_source(source))
+        return dequantize(stored, scale, block=names.block, dtype=dtype, out=out)
+    if out is None:
+        return stored.astype(dtype, copy=False)
+    out[...] = stored
+    return out
+
+
+def iter_dense(checkpoint: Checkpoint, names: NameMap, *, dtype: np.dtype | type) -> Iterator[tuple[str, np.ndarray]]:
+    """`(model name, array in dtype)` for every dense tensor in file order, one at a time.
+
+    A caller that puts each on its device and drops it never holds the dense part twice.
+    """
+
+    def place(item: tuple[str, Source]) -> tuple[str, int]:
+        info = checkpoint.info(item[1].tensor)
+        return str(info.path), info.offset
+
+    for name, source in sorted(names.dense.items(), key=place):
+        yield name, read_source(checkpoint, names, source, dtype)

@@ -1,0 +1,99 @@
+"""From what a user calls a model to a directory on this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from seqmoe_jax.errors import CheckpointError, ConfigError
+
+PATTERNS = ("*.json", "*.safetensors", "tokenizer*", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja", "encoding/*")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def resolve_model(model: str | Path) -> Path:
+    """A local directory, `"demo"` (ships with the package) or a Hugging Face id (local cache first, then download).
+
+    Raises `CheckpointError` in one line where none of these gives a directory.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{model}: expected a model directory, got a file; give the directory it lies in")
+    if model == "demo":
+        return _demo()
+    if isinstance(model, Path) or not HUB_ID.fullmatch(model):
+        raise CheckpointError(
+            f"{model}: expected a model directory, a Hugging Face id like 'owner/name' or 'demo', got no such "
+            "directory; check the path"
+        )
+    return _from_hub(model)
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """`config.json` of a model directory. Raises `ConfigError` where it is missing or not a JSON object."""
+    return read_json(Path(directory) / "config.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises `ConfigError` in one line."""
+    try:
+        value = json.loads(path.read_bytes().decode("utf-8"))
+    except FileNotFoundError:
+        advice = "is this a model directory?"
+        raise ConfigError(f"{path}: expected a JSON file, got no such file; {advice}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: expected a readable JSON file, got {error.strerror}; check it") from error
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ConfigError(f"{path}: expected UTF-8 JSON, got {reason}; download the file again") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got {type(value).__name__}; download the file again")
+    return value
+
+
+def _demo() -> Path:
+    path = Path(str(resources.files("seqmoe_jax") / "demo"))
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: expected the demo model, got no such directory; reinstall seqmoe-jax")
+    return path
+
+
+def _from_hub(model: str) -> Path:
+    # Imported here: most runs name a directory, and the package takes a while to import.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        cached = Path(snapshot_download(model, local_files_only=True, allow_patterns=list(PATTERNS)))
+        if (cached / "config.json").is_file() and _has_weights(cached):
+            return cached
+    except (OSError, ValueError):
+        pass
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(PATTERNS)))
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", "an error")
+        advice = "check the id; for a gated model accept its licence and run `hf auth login`"
+        raise CheckpointError(f"{model}: expected a model on the Hugging Face Hub, got {status}; {advice}") from error
+    except Exception as error:  # whatever the HTTP client of the day raises for no network
+        reason = " ".join(str(error).split())[:100] or type(error).__name__
+        advice = "connect to the network, or download it elsewhere (`hf download`) and give the directory"
+        raise CheckpointError(
+            f"{model}: expected it in the local Hugging Face cache or on the Hub, got {reason}; {advice}"
+        ) from error
+
+
+def _has_weights(directory: Path) -> bool:
+    """Whether every weight file is there: a download that was interrupted leaves a snapshot with some of them."""
+    if (directory / "model.safetensors").is_file():
+        return True
+    try:
+        weight_map = read_json(directory / "model.safetensors.index.json").get("weight_map", {})
+        return bool(weight_map) and all((directory / str(name)).is_file() for name in set(weight_map.values()))
+    except (ConfigError, AttributeError, TypeError):
+        return False

@@ -1,0 +1,173 @@
+"""Reads tensors of a checkpoint directory straight from its safetensors files: no torch, no memory map.
+
+Bytes come by positioned reads into memory that the caller owns, so nothing but the destination counts towards the
+process's memory, and reads from many threads run at once (the GIL is released in each).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Callable, KeysView, Mapping
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+
+import numpy as np
+
+from seqmoe_jax.checkpoints.header import TensorInfo, fault, header_length, parse_header
+from seqmoe_jax.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_READ = 1 << 30  # the kernel moves at most 2 GiB - 4 KiB a call
+
+
+class Checkpoint:
+    """Tensors of one model directory, by name. Files stay open until `close` or until the object is collected.
+
+    `close` must not run while another thread reads.
+    """
+
+    def __init__(self, directory: Path, tensors: Mapping[str, TensorInfo], files: dict[Path, int]):
+        self.directory = directory
+        self._tensors = dict(tensors)
+        self._files = files
+        self.close: Callable[[], object] = weakref.finalize(self, _close_all, files)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def names(self) -> KeysView[str]:
+        return self._tensors.keys()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(info.nbytes for info in self._tensors.values())
+
+    def info(self, name: str) -> TensorInfo:
+        """Raises `CheckpointError` for a tensor that is not there."""
+        try:
+            return self._tensors[name]
+        except KeyError:
+            message = f"{self.directory}: expected a tensor {name!r}, got none of that name; is this the right model?"
+            raise CheckpointError(message) from None
+
+    def tensor(self, name: str) -> np.ndarray:
+        """The whole tensor in a fresh array of its own dtype and shape."""
+        info = self.info(name)
+        raw = np.empty(info.nbytes, np.uint8)
+        self.read_into(name, raw)
+        return raw.view(info.dtype).reshape(info.shape)
+
+    def read_into(self, name: str, out: memoryview | np.ndarray, byte_offset: int = 0) -> None:
+        """Fills `out` (contiguous, writable) with the tensor's bytes from `byte_offset` on.
+
+        Raises `ValueError` where the range is not inside the tensor, `CheckpointError` where the file ends early.
+        """
+        info = self.info(name)
+        view = (memoryview(out.reshape(-1).view(np.uint8)) if isinstance(out, np.ndarray) else out).cast("B")
+        if byte_offset < 0 or byte_offset + len(view) > info.nbytes:
+            raise ValueError(
+                f"tensor {name!r} has {info.nbytes} bytes: cannot read {len(view)} from byte {byte_offset}"
+            )
+        fd = self._files.get(info.path)
+        if fd is None:
+            raise CheckpointError(f"{self.directory}: expected an open checkpoint, got a closed one; open it again")
+        read_exactly(fd, info.path, view, info.offset + byte_offset)
+
+
+def open_checkpoint(directory: str | Path) -> Checkpoint:
+    """Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names, and checks every header.
+
+    Reads headers only. Raises `CheckpointError` in one line for anything missing or damaged.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: expected a model directory, got no such directory; check the path")
+    tensors: dict[str, TensorInfo] = {}
+    files: dict[Path, int] = {}
+    try:
+        if (directory / SINGLE).is_file():
+            tensors = _open_file(directory / SINGLE, files)
+        elif (directory / INDEX).is_file():
+            tensors = _open_shards(directory, files)
+        else:
+            advice = "convert the model with save_pretrained(safe_serialization=True) or check the path"
+            raise fault(directory, f"{SINGLE} or {INDEX}", "neither", advice)
+    except BaseException:
+        _close_all(files)
+        raise
+    return Checkpoint(directory, tensors, files)
+
+
+def read_exactly(fd: int, path: Path, view: memoryview, offset: int) -> None:
+    """Positioned reads until `view` is full. Raises `CheckpointError` where the file ends first or cannot be read."""
+    done = 0
+    while done < len(view):
+        part = view[done : done + MAX_READ]
+        try:
+            got = os.preadv(fd, [part], offset + done)
+        except OSError as error:
+            raise fault(path, f"to read {len(part)} bytes at {offset + done}", error.strerror) from error
+        if got == 0:
+            came = f"its end at byte {offset + done}"
+            raise fault(path, f"data up to byte {offset + len(view)}", came)
+        done += got
+
+
+def _close_all(files: dict[Path, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
+
+
+def _open_file(path: Path, files: dict[Path, int]) -> dict[str, TensorInfo]:
+    try:
+        fd = files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        size = os.fstat(fd).st_size
+    except OSError as error:
+        raise fault(path, "a readable file", error.strerror, "check the path and its permissions") from error
+    prefix = bytearray(min(8, size))
+    read_exactly(fd, path, memoryview(prefix), 0)
+    text = bytearray(header_length(path, bytes(prefix), size))
+    read_exactly(fd, path, memoryview(text), 8)
+    return parse_header(path, bytes(text), size)
+
+
+def _open_shards(directory: Path, files: dict[Path, int]) -> dict[str, TensorInfo]:
+    index = directory / INDEX
+    weight_map = _weight_map(index)
+    shards = {}
+    for shard in sorted(set(weight_map.values())):
+        path = directory / shard
+        if not path.is_file():
+            raise fault(index, f"a shard {shard!r} beside it", "no such file", "download the missing shard")
+        shards[shard] = _open_file(path, files)
+    absent = [name for name, shard in weight_map.items() if name not in shards[shard]]
+    if absent:
+        came = f"{len(absent)} that are not in theirs ({', '.join(map(repr, absent[:3]))})"
+        raise fault(index, "every tensor in the shard the index names", came)
+    return {name: shards[shard][name] for name, shard in weight_map.items()}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        raw = json.loads(index.read_bytes().decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise fault(index, "UTF-8 JSON", str(error)[:80]) from error
+    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise fault(index, "a weight_map of tensor names to shards", "none")
+    for shard in weight_map.values():
+        # Links inside the directory are fine (the Hugging Face cache is made of them); a name that leads out is not.
+        parts = PurePosixPath(shard).parts if isinstance(shard, str) else ()
+        if len(parts) != 1 or parts[0] in ("..", "/") or "\\" in shard or "\0" in shard:
+            raise fault(index, "shards named by plain file names", repr(shard)[:80], "do not trust this checkpoint")
+    return weight_map
