@@ -1,6 +1,6 @@
-"""Loads a checkpoint's experts and dense tensors; prints time, rate and peak memory beside a plain read of its files.
+"""Loads a checkpoint; prints time, rate and peak memory as JSON, beside a plain read of the same files.
 
-    python scripts/bench_loading.py DIR [--workers N] [--drop-cache]
+python scripts/bench_loading.py DIR [--workers N] [--drop-cache]
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--workers", type=int)
-    parser.add_argument("--drop-cache", action="store_true", help="start each read with the files out of the page cache")
+    parser.add_argument(
+        "--drop-cache", action="store_true", help="start each read with the files out of the page cache"
+    )
     args = parser.parse_args()
     try:
         print(json.dumps(bench(args.directory, workers=args.workers, cold=args.drop_cache), indent=2))

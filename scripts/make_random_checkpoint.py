@@ -1,6 +1,6 @@
 """Writes a Qwen3-MoE-shaped checkpoint with random weights: config.json, index and shards, in little memory.
 
-    python scripts/make_random_checkpoint.py DIR --layers 8 --experts 128 --hidden 2048 --width 768 --dtype fp8
+python scripts/make_random_checkpoint.py DIR --layers 8 --experts 128 --hidden 2048 --width 768 --dtype fp8
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def make_config(
 
 
 def entries(config: Mapping[str, Any]) -> Iterator[Entry]:
-    """Every tensor of the checkpoint: matrices but embedding, head and router are FP8 where the config says so."""
+    """Every tensor of the checkpoint. Where the config says FP8, all but embedding, head and router are."""
     names = qwen3_moe_names(config, frozenset())
     quantized = "quantization_config" in config
     for source in names.sources():
@@ -86,11 +86,13 @@ def entries(config: Mapping[str, Any]) -> Iterator[Entry]:
             yield source.tensor + "_scale_inv", "BF16", scale_shape(source.shape, names.block)
 
 
-def write_checkpoint(directory: Path, config: Mapping[str, Any], *, shard_size: int = 4 * 10**9, seed: int = 0) -> int:
+def write_checkpoint(
+    directory: Path, config: Mapping[str, Any], *, shard_size: int = 4 * 10**9, seed: int = 0
+) -> int:
     """Writes the directory and returns the bytes of weights."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    # transformers orders tensors by layer as text (1, 10, 11, 2) and each shard by dtype, then name. So does this.
+    # As published files do: layers in the order of their text (1, 10, 11, 2), a shard by dtype, then name.
     order = sorted(entries(config), key=lambda entry: re.split(r"\.(?=experts\.)", entry[0]))
     shards: list[list[Entry]] = [[]]
     size = total = 0
@@ -137,9 +139,13 @@ def _write_shard(file: BinaryIO, shard: list[Entry], rng: np.random.Generator) -
             # The e4m3 values have a deviation of 100, the weights one of 1 / sqrt(columns).
             values = rng.uniform(0.8, 1.25, size).astype(np.float32) / (100 * math.sqrt(shape[-1] * 128))
         else:
-            # Drawing billions of normals would take minutes: each tensor is a stretch of them from its own place.
+            # Drawing billions of normals would take minutes: a tensor is a stretch from its own place.
             deviation = 100.0 if code == "F8_E4M3" else 1 / math.sqrt(shape[-1])
-            values = np.take(normal, range(0), mode="wrap") if size == 0 else _stretch(normal, size, rng, deviation)
+            values = (
+                np.take(normal, range(0), mode="wrap")
+                if size == 0
+                else _stretch(normal, size, rng, deviation)
+            )
         file.write(values.astype(CODES[code]).view(np.uint8).data)
 
 

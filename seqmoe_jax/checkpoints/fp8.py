@@ -1,4 +1,4 @@
-"""FP8-block weights: `w[i, j] = q[i, j] * scale[i // R, j // C]`, with R x C (128 x 128 as published) from the config."""
+"""FP8-block weights: `w[i, j] = q[i, j] * scale[i // R, j // C]`, R x C from the config (else 128 x 128)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ SCALE_DTYPES = tuple(
     np.dtype(kind) for kind in (np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu)
 )
 DEFAULT_BLOCK = (128, 128)
-CHUNK_ELEMS = 1 << 20  # float32 working set of 4 MiB: stays in cache, and peak memory does not grow with the tensor
+CHUNK_ELEMS = (
+    1 << 20
+)  # float32 working set of 4 MiB: stays in cache, and peak memory does not grow with the tensor
 
 
 def block_size(config: Mapping[str, Any]) -> tuple[int, int]:
@@ -30,10 +32,14 @@ def block_size(config: Mapping[str, Any]) -> tuple[int, int]:
         return DEFAULT_BLOCK
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
     if method != "fp8":
-        raise ConfigError(f"config.json: expected quant_method 'fp8' or no quantization_config, got {method!r}")
+        raise ConfigError(
+            f"config.json: expected quant_method 'fp8' or no quantization_config, got {method!r}"
+        )
     block = quantization.get("weight_block_size", DEFAULT_BLOCK)
     valid = isinstance(block, list | tuple) and len(block) == 2
-    if not valid or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in block):
+    if not valid or not all(
+        isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in block
+    ):
         raise ConfigError(
             "config.json: expected quantization_config.weight_block_size of two positive integers, "
             f"got {block!r}; FP8 with one scale per tensor is not supported"
@@ -56,14 +62,15 @@ def dequantize(
 ) -> Shaped[np.ndarray, "*batch N K"]:
     """`weight * scale` in float32, rounded once to `dtype`. Works row chunk by row chunk.
 
-    `out`, where given, is filled and returned. Raises `CheckpointError` where the scales' shape or dtype does not fit.
+    `out`, where given, is filled and returned. Raises `CheckpointError` where the scales' shape or dtype does
+    not fit.
     """
     expected = scale_shape(weight.shape, block)
     if scale.shape != expected or scale.dtype not in SCALE_DTYPES:
         kinds = "/".join(kind.name for kind in SCALE_DTYPES)
         raise CheckpointError(
-            f"FP8 weight {list(weight.shape)} in blocks of {list(block)}: expected scales {list(expected)} of {kinds}, "
-            f"got {list(scale.shape)} of {scale.dtype}; check weight_block_size in config.json"
+            f"FP8 weight {list(weight.shape)} in blocks of {list(block)}: expected scales {list(expected)} "
+            f"of {kinds}, got {list(scale.shape)} of {scale.dtype}; check weight_block_size in config.json"
         )
     if out is None:
         out = np.empty(weight.shape, dtype)

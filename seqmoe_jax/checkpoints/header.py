@@ -1,7 +1,8 @@
 """The header of one safetensors file, read and checked in full before any of it is trusted.
 
-A file is `u64 little-endian N`, N bytes of JSON `{name: {dtype, shape, data_offsets: [begin, end]}}`, then the data.
-The format demands that the tensors cover the data exactly: no overlap, no hole, nothing after the last one.
+A file is `u64 little-endian N`, N bytes of JSON `{name: {dtype, shape, data_offsets: [begin, end]}}`, then
+the data. The format demands that the tensors cover the data exactly: no overlap, no hole, nothing after the
+last one.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def header_length(path: Path, prefix: bytes, file_size: int) -> int:
 
 
 def parse_header(path: Path, text: bytes, file_size: int) -> dict[str, TensorInfo]:
-    """The header's JSON -> tensors in file order. Raises `CheckpointError` on anything the format does not allow."""
+    """The header's JSON -> tensors in file order. Raises `CheckpointError` where the format forbids it."""
     if not text.startswith(b"{"):
         raise fault(path, "a header that begins with '{'", repr(text[:8]))
     try:
@@ -90,7 +91,9 @@ def parse_header(path: Path, text: bytes, file_size: int) -> dict[str, TensorInf
     for info in infos:
         if info.offset != end:
             what = "overlaps the tensor before it" if info.offset < end else "leaves a hole before it"
-            raise fault(path, f"tensor {_short(info.name)} at byte {end}", f"byte {info.offset}, which {what}")
+            raise fault(
+                path, f"tensor {_short(info.name)} at byte {end}", f"byte {info.offset}, which {what}"
+            )
         end += info.nbytes
     if end != file_size:
         raise fault(path, f"a file of {end} bytes by its header", f"{file_size} bytes")
@@ -135,7 +138,9 @@ def _tensor(path: Path, name: str, entry: object, start: int) -> TensorInfo:
     begin, end = offsets
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != nbytes:
-        raise fault(path, f"{label} ({dtype} {_short(shape)}) to take {nbytes} bytes", f"data_offsets {offsets}")
+        raise fault(
+            path, f"{label} ({dtype} {_short(shape)}) to take {nbytes} bytes", f"data_offsets {offsets}"
+        )
     return TensorInfo(
         name=name, dtype=DTYPES[dtype], shape=tuple(shape), path=path, offset=start + begin, nbytes=nbytes
     )

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from seqmoe_jax.checkpoints.fp8 import FP8, dequantize
-from seqmoe_jax.checkpoints.names import NameMap, Source
 from seqmoe_jax.checkpoints.safetensors import Checkpoint
+from seqmoe_jax.checkpoints.sources import NameMap, Source
 
 
 def read_part(checkpoint: Checkpoint, source: Source) -> np.ndarray:
@@ -21,9 +21,13 @@ def read_part(checkpoint: Checkpoint, source: Source) -> np.ndarray:
 
 
 def read_source(
-    checkpoint: Checkpoint, names: NameMap, source: Source, dtype: np.dtype | type, out: np.ndarray | None = None
+    checkpoint: Checkpoint,
+    names: NameMap,
+    source: Source,
+    dtype: np.dtype | type,
+    out: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The source's part in `dtype` (`[*part_shape]`, into `out` where given); FP8 is multiplied by its scales."""
+    """The source's part in `dtype`, `[*part_shape]` (in `out` where given). FP8 has its scales applied."""
     stored = read_part(checkpoint, source)
     if stored.dtype == FP8:
         scale = read_part(checkpoint, names.scale_source(source))
@@ -34,7 +38,9 @@ def read_source(
     return out
 
 
-def iter_dense(checkpoint: Checkpoint, names: NameMap, *, dtype: np.dtype | type) -> Iterator[tuple[str, np.ndarray]]:
+def iter_dense(
+    checkpoint: Checkpoint, names: NameMap, *, dtype: np.dtype | type
+) -> Iterator[tuple[str, np.ndarray]]:
     """`(model name, array in dtype)` for every dense tensor in file order, one at a time.
 
     A caller that puts each on its device and drops it never holds the dense part twice.

@@ -10,12 +10,21 @@ from typing import Any
 
 from seqmoe_jax.errors import CheckpointError, ConfigError
 
-PATTERNS = ("*.json", "*.safetensors", "tokenizer*", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja", "encoding/*")
+PATTERNS = (
+    "*.json",
+    "*.safetensors",
+    "tokenizer*",
+    "*.tiktoken",
+    "merges.txt",
+    "vocab.txt",
+    "*.jinja",
+    "encoding/*",
+)
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def resolve_model(model: str | Path) -> Path:
-    """A local directory, `"demo"` (ships with the package) or a Hugging Face id (local cache first, then download).
+    """A local directory, `"demo"` (in the package) or a Hugging Face id (local cache, else download).
 
     Raises `CheckpointError` in one line where none of these gives a directory.
     """
@@ -23,13 +32,15 @@ def resolve_model(model: str | Path) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise CheckpointError(f"{model}: expected a model directory, got a file; give the directory it lies in")
+        raise CheckpointError(
+            f"{model}: expected a model directory, got a file; give the directory it lies in"
+        )
     if model == "demo":
         return _demo()
     if isinstance(model, Path) or not HUB_ID.fullmatch(model):
         raise CheckpointError(
-            f"{model}: expected a model directory, a Hugging Face id like 'owner/name' or 'demo', got no such "
-            "directory; check the path"
+            f"{model}: expected a model directory, a Hugging Face id like 'owner/name' or 'demo', got no "
+            "such directory; check the path"
         )
     return _from_hub(model)
 
@@ -52,7 +63,9 @@ def read_json(path: Path) -> dict[str, Any]:
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(f"{path}: expected UTF-8 JSON, got {reason}; download the file again") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: expected a JSON object, got {type(value).__name__}; download the file again")
+        raise ConfigError(
+            f"{path}: expected a JSON object, got {type(value).__name__}; download the file again"
+        )
     return value
 
 
@@ -79,7 +92,9 @@ def _from_hub(model: str) -> Path:
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "an error")
         advice = "check the id; for a gated model accept its licence and run `hf auth login`"
-        raise CheckpointError(f"{model}: expected a model on the Hugging Face Hub, got {status}; {advice}") from error
+        raise CheckpointError(
+            f"{model}: expected a model on the Hugging Face Hub, got {status}; {advice}"
+        ) from error
     except Exception as error:  # whatever the HTTP client of the day raises for no network
         reason = " ".join(str(error).split())[:100] or type(error).__name__
         advice = "connect to the network, or download it elsewhere (`hf download`) and give the directory"
@@ -89,11 +104,13 @@ def _from_hub(model: str) -> Path:
 
 
 def _has_weights(directory: Path) -> bool:
-    """Whether every weight file is there: a download that was interrupted leaves a snapshot with some of them."""
+    """Whether every weight file is there: an interrupted download leaves a snapshot with some of them."""
     if (directory / "model.safetensors").is_file():
         return True
     try:
         weight_map = read_json(directory / "model.safetensors.index.json").get("weight_map", {})
-        return bool(weight_map) and all((directory / str(name)).is_file() for name in set(weight_map.values()))
+        return bool(weight_map) and all(
+            (directory / str(name)).is_file() for name in set(weight_map.values())
+        )
     except (ConfigError, AttributeError, TypeError):
         return False

@@ -1,7 +1,7 @@
 """Reads tensors of a checkpoint directory straight from its safetensors files: no torch, no memory map.
 
-Bytes come by positioned reads into memory that the caller owns, so nothing but the destination counts towards the
-process's memory, and reads from many threads run at once (the GIL is released in each).
+Bytes come by positioned reads into memory that the caller owns, so nothing but the destination counts towards
+the process's memory, and reads from many threads run at once (the GIL is released in each).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_READ = 1 << 30  # the kernel moves at most 2 GiB - 4 KiB a call
 
 
 class Checkpoint:
-    """Tensors of one model directory, by name. Files stay open until `close` or until the object is collected.
+    """Tensors of one model directory, by name. Files stay open until `close` or the object's end.
 
     `close` must not run while another thread reads.
     """
@@ -57,8 +57,9 @@ class Checkpoint:
         try:
             return self._tensors[name]
         except KeyError:
-            message = f"{self.directory}: expected a tensor {name!r}, got none of that name; is this the right model?"
-            raise CheckpointError(message) from None
+            raise fault(
+                self.directory, f"a tensor {name!r}", "none of that name", "is this the right model?"
+            ) from None
 
     def tensor(self, name: str) -> np.ndarray:
         """The whole tensor in a fresh array of its own dtype and shape."""
@@ -70,28 +71,39 @@ class Checkpoint:
     def read_into(self, name: str, out: memoryview | np.ndarray, byte_offset: int = 0) -> None:
         """Fills `out` (contiguous, writable) with the tensor's bytes from `byte_offset` on.
 
-        Raises `ValueError` where the range is not inside the tensor, `CheckpointError` where the file ends early.
+        Raises `ValueError` where the range is not inside the tensor, `CheckpointError` where the file ends
+        early.
         """
         info = self.info(name)
-        view = (memoryview(out.reshape(-1).view(np.uint8)) if isinstance(out, np.ndarray) else out).cast("B")
+        if isinstance(out, np.ndarray):
+            if not out.flags.c_contiguous:
+                raise ValueError(
+                    f"cannot read into an array with strides {out.strides}: expected a contiguous one"
+                )
+            out = out.reshape(-1).view(np.uint8).data
+        view = out.cast("B") if out.nbytes else memoryview(b"")
         if byte_offset < 0 or byte_offset + len(view) > info.nbytes:
             raise ValueError(
                 f"tensor {name!r} has {info.nbytes} bytes: cannot read {len(view)} from byte {byte_offset}"
             )
         fd = self._files.get(info.path)
         if fd is None:
-            raise CheckpointError(f"{self.directory}: expected an open checkpoint, got a closed one; open it again")
+            raise CheckpointError(
+                f"{self.directory}: expected an open checkpoint, got a closed one; open it again"
+            )
         read_exactly(fd, info.path, view, info.offset + byte_offset)
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
-    """Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names, and checks every header.
+    """Opens `model.safetensors`, or the shards of `model.safetensors.index.json`, and checks every header.
 
     Reads headers only. Raises `CheckpointError` in one line for anything missing or damaged.
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise CheckpointError(f"{directory}: expected a model directory, got no such directory; check the path")
+        raise CheckpointError(
+            f"{directory}: expected a model directory, got no such directory; check the path"
+        )
     tensors: dict[str, TensorInfo] = {}
     files: dict[Path, int] = {}
     try:
@@ -109,7 +121,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
 
 
 def read_exactly(fd: int, path: Path, view: memoryview, offset: int) -> None:
-    """Positioned reads until `view` is full. Raises `CheckpointError` where the file ends first or cannot be read."""
+    """Positioned reads until `view` is full. Raises `CheckpointError` where the file ends first."""
     done = 0
     while done < len(view):
         part = view[done : done + MAX_READ]
@@ -166,8 +178,10 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise fault(index, "a weight_map of tensor names to shards", "none")
     for shard in weight_map.values():
-        # Links inside the directory are fine (the Hugging Face cache is made of them); a name that leads out is not.
+        # Links are fine (the Hugging Face cache is made of them), names that lead out of the directory not.
         parts = PurePosixPath(shard).parts if isinstance(shard, str) else ()
         if len(parts) != 1 or parts[0] in ("..", "/") or "\\" in shard or "\0" in shard:
-            raise fault(index, "shards named by plain file names", repr(shard)[:80], "do not trust this checkpoint")
+            raise fault(
+                index, "shards named by plain file names", repr(shard)[:80], "do not trust this checkpoint"
+            )
     return weight_map

@@ -1,13 +1,14 @@
 """All experts in pinned host memory: one array `storage[E, n]` per MoE layer, filled in place from the files.
 
-Each array is allocated first and then written through its own address, so the bytes of a checkpoint exist once in
-this process. Nothing may read a pool before the function that fills it has returned.
+Each array is allocated first and then written through its own address, so the bytes of a checkpoint exist
+once in this process. Nothing may read a pool before the function that fills it has returned.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -21,16 +22,15 @@ from jaxtyping import Array, Shaped
 
 from pallas_kernels.layout import FP8_BLOCK, ExpertLayout, Field
 from seqmoe_jax.checkpoints.fp8 import FP8
-from seqmoe_jax.checkpoints.names import NameMap, Source
 from seqmoe_jax.checkpoints.read import read_part, read_source
 from seqmoe_jax.checkpoints.safetensors import Checkpoint
+from seqmoe_jax.checkpoints.sources import NameMap, Source
 from seqmoe_jax.errors import CheckpointError, ConfigError
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all), from the calling thread
 Pool = tuple[Shaped[Array, "E n"], ...]
 _Work = Callable[[np.ndarray], int]  # writes into the bytes of one layer, returns how many
 BATCH_BYTES = 32 << 20  # what one thread reads before it looks for more: long enough to be sequential on disk
-CACHE_LINE = 64
 FP8_SPREAD = 100.0  # of random e4m3 values: the largest, 448, is 4.5 deviations out, as in a real block
 
 
@@ -49,7 +49,7 @@ def default_workers() -> int:
 
 
 def expert_dtype(checkpoint: Checkpoint, names: NameMap, *, dtype: np.dtype | type) -> np.dtype:
-    """The dtype to build the expert layout with: FP8 where the files hold it in 128 x 128 blocks, else `dtype`."""
+    """The dtype for the expert layout: FP8 where the files hold it in 128 x 128 blocks, else `dtype`."""
     first = names.experts[0][0]
     stored = {checkpoint.info(source.tensor).dtype for source in first.values()}
     return FP8 if stored == {FP8} and names.block == (FP8_BLOCK, FP8_BLOCK) else np.dtype(dtype)
@@ -68,13 +68,15 @@ def load_host_pool(
 ) -> Pool:
     """Reads every expert into host memory of `device`: `num_layers` (MoE layers) arrays `storage[E, n]`.
 
-    Fields whose dtype is that of the files are read straight into place; others are converted expert by expert
-    (FP8 is dequantised, scales become float32). Raises `ConfigError` where the layout cannot hold what the files have,
-    `CheckpointError` where a file ends early.
+    Fields whose dtype is that of the files are read straight into place; others are converted expert by
+    expert (FP8 is dequantised, scales become float32). Raises `ConfigError` where the layout cannot hold what
+    the files have, `CheckpointError` where a file ends early.
     """
     if len(names.experts) != num_layers or any(len(layer) != num_experts for layer in names.experts):
         found = f"{len(names.experts)} x {sorted({len(layer) for layer in names.experts})}"
-        raise ConfigError(f"expected {num_layers} MoE layers of {num_experts} experts, got {found}; check config.json")
+        raise ConfigError(
+            f"expected {num_layers} MoE layers of {num_experts} experts, got {found}; check config.json"
+        )
     jobs = [_layer_jobs(checkpoint, names, layout, layer) for layer in range(num_layers)]
 
     def place(job: _Job) -> tuple[str, int]:
@@ -95,7 +97,14 @@ def load_host_pool(
 
     total = sum(job.field.nbytes for layer in jobs for job in layer)
     return _build(
-        layout, order, work, num_experts=num_experts, device=device, total=total, progress=progress, workers=workers
+        layout,
+        order,
+        work,
+        num_experts=num_experts,
+        device=device,
+        total=total,
+        progress=progress,
+        workers=workers,
     )
 
 
@@ -110,13 +119,13 @@ def random_host_pool(
     progress: Progress | None = None,
     workers: int | None = None,
 ) -> Pool:
-    """Random weights of standard deviation `scale / sqrt(fan_in)`, at the speed of memory, for presets and benchmarks.
+    """Random weights of deviation `scale / sqrt(fan_in)` at the speed of memory, for presets and benchmarks.
 
-    One random expert is drawn; every other is that one with each field rotated and its signs flipped by a draw of its
-    own, so experts differ and stay finite in every format. The same seed gives the same pool.
+    One random expert is drawn; every other is that one with each field rotated and its signs flipped by a
+    draw of its own, so experts differ and stay finite in every format. The same seed gives the same pool.
     """
     rng = np.random.default_rng(seed)
-    templates = [random_field(field, rng, scale) for field in layout.fields]
+    templates = [_random_field(layout, field, rng, scale) for field in layout.fields]
     turns = rng.random((num_layers, num_experts, len(layout.fields)))
     flips = rng.integers(0, 2, (num_layers, num_experts, len(layout.fields)), dtype=np.uint8)
 
@@ -145,13 +154,14 @@ def random_host_pool(
     )
 
 
-def random_field(field: Field, rng: np.random.Generator, scale: float) -> np.ndarray:
+def _random_field(layout: ExpertLayout, field: Field, rng: np.random.Generator, scale: float) -> np.ndarray:
     """The bytes of one random field as unsigned integers as wide as its elements, `[prod(shape)]`."""
     size = math.prod(field.shape)
     bits = np.dtype(f"u{field.dtype.itemsize}")
-    deviation = scale / math.sqrt(max(1, field.shape[-1]))
+    deviation = scale / math.sqrt(layout.field(field.name.removesuffix("_scale")).shape[-1])
+    values: np.ndarray
     if field.name.endswith("_scale"):
-        # FP8 values below have a deviation of FP8_SPREAD. The spread of real scales is about this wide.
+        # FP8 values have a deviation of FP8_SPREAD. Scales of real checkpoints spread at least this widely.
         values = deviation / FP8_SPREAD * rng.uniform(0.8, 1.25, size)
     elif field.dtype.kind in "iub":
         return rng.integers(0, 256, size * field.dtype.itemsize, dtype=np.uint8).view(bits)
@@ -171,13 +181,14 @@ def _sign_mask(field: Field, bits: np.dtype) -> np.generic:
 def allocate_layer(layout: ExpertLayout, num_experts: int, device: jax.Device) -> Shaped[Array, "E n"]:
     """A zeroed `storage[E, n]` in `pinned_host` memory of `device`, with memory of its own.
 
-    The source is a fresh run of pages that were never written: they cost no memory where the backend copies them (GPU),
-    and where it adopts them (CPU, which takes any 64-byte aligned array as it is) they belong to this array alone.
+    The source is a fresh run of pages that were never written: they cost no memory where the backend copies
+    them (GPU), and where it adopts them (CPU, which takes any 64-byte aligned array as it is) they belong to
+    this array alone.
     """
-    nbytes = num_experts * layout.block_bytes
-    raw = np.zeros(nbytes + CACHE_LINE, np.uint8)
-    start = -raw.ctypes.data % CACHE_LINE
-    source = raw[start : start + nbytes].view(layout.storage).reshape(num_experts, layout.block_elems)
+    pages = mmap.mmap(-1, num_experts * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)  # first writes are several times faster than with 4 KiB pages
+    source = np.frombuffer(pages, layout.storage).reshape(num_experts, layout.block_elems)
     array = jax.device_put(source, SingleDeviceSharding(device, memory_kind="pinned_host"))
     return array.block_until_ready()
 
@@ -203,7 +214,7 @@ def _build(
     progress: Progress | None,
     workers: int | None,
 ) -> Pool:
-    """Allocates layers in `order` while threads fill those before: pinning pages takes as long as reading them."""
+    """Allocates layers in `order` while threads fill those before: pinning pages takes as long as reading."""
     arrays: dict[int, Array] = {}
     pending: list[Future[int]] = []
     done = 0
@@ -246,8 +257,8 @@ def _check_job(checkpoint: Checkpoint, names: NameMap, job: _Job) -> None:
     stored, field = checkpoint.info(job.source.tensor).dtype, job.field
     if (job.scales or field.dtype == FP8) and stored != FP8:
         raise ConfigError(
-            f"expert layout: expected FP8 weights in the checkpoint, got {job.source.tensor!r} of {stored}; build the "
-            "layout with the checkpoint's dtype (it is not quantised while loading)"
+            f"expert layout: expected FP8 in the checkpoint, got {job.source.tensor!r} of {stored}; "
+            "build the layout with the checkpoint's dtype (it is not quantised while loading)"
         )
     if (job.scales or field.dtype == FP8) and names.block != (FP8_BLOCK, FP8_BLOCK):
         raise ConfigError(
@@ -257,8 +268,8 @@ def _check_job(checkpoint: Checkpoint, names: NameMap, job: _Job) -> None:
     shape = (names.scale_source(job.source) if job.scales else job.source).part_shape
     if shape != field.shape:
         raise CheckpointError(
-            f"{checkpoint.directory}: expected {job.source.tensor!r} to give {field.name} {list(field.shape)}, "
-            f"got {list(shape)}; check config.json"
+            f"{checkpoint.directory}: expected {job.source.tensor!r} to give {field.name} "
+            f"{list(field.shape)}, got {list(shape)}; check config.json"
         )
 
 

@@ -1,0 +1,121 @@
+"""Where a model's tensors lie in its checkpoint: parts, a whole model's map, its check."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from seqmoe_jax.checkpoints.fp8 import DEFAULT_BLOCK, FP8, SCALE_DTYPES, scale_shape
+from seqmoe_jax.checkpoints.safetensors import Checkpoint
+from seqmoe_jax.errors import CheckpointError, ConfigError
+
+FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A checkpoint tensor of `shape`, or a contiguous part: `[expert]` of axis 0, then `rows` of that."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    expert: int | None = None
+    rows: tuple[int, int] | None = None
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        shape = self.shape if self.expert is None else self.shape[1:]
+        return shape if self.rows is None else (self.rows[1] - self.rows[0], *shape[1:])
+
+    def byte_range(self, itemsize: int) -> tuple[int, int]:
+        """Offset inside the tensor, and length, in bytes."""
+        inner = self.shape if self.expert is None else self.shape[1:]
+        start = 0 if self.expert is None else self.expert * math.prod(inner)
+        if self.rows is not None:
+            start += self.rows[0] * math.prod(inner[1:])
+        return start * itemsize, math.prod(self.part_shape) * itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class NameMap:
+    """Sources of every tensor of one model. `scale_suffix` turns a weight's name into that of its FP8 scales.
+
+    `dense[name]`; `experts[moe_layer][expert][field]`; `layer_index[moe_layer]` is the layer's number in the
+    model. `ignored` are patterns of checkpoint tensors that the model has no use for.
+    """
+
+    dense: Mapping[str, Source]
+    experts: tuple[tuple[Mapping[str, Source], ...], ...]
+    layer_index: tuple[int, ...]
+    block: tuple[int, int] = DEFAULT_BLOCK
+    scale_suffix: tuple[str, str] = ("", "_scale_inv")
+    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+
+    def sources(self) -> Iterator[Source]:
+        yield from self.dense.values()
+        for layer in self.experts:
+            for expert in layer:
+                yield from expert.values()
+
+    def scale_source(self, source: Source) -> Source:
+        """The scales of an FP8 weight. Raises `ConfigError` where a part begins in the middle of a block."""
+        end, replacement = self.scale_suffix
+        rows = source.rows
+        if rows is not None:
+            if rows[0] % self.block[0]:
+                raise ConfigError(
+                    f"tensor {source.tensor!r}: expected parts that start at a multiple of {self.block[0]} "
+                    f"rows (the FP8 block), got row {rows[0]}; save the checkpoint with one tensor per expert"
+                )
+            rows = (rows[0] // self.block[0], math.ceil(rows[1] / self.block[0]))
+        return Source(
+            tensor=source.tensor.removesuffix(end) + replacement,
+            shape=scale_shape(source.shape, self.block),
+            expert=source.expert,
+            rows=rows,
+        )
+
+
+def check_names(checkpoint: Checkpoint, names: NameMap) -> None:
+    """Compares map and headers before any weight is read. Raises `CheckpointError` with counts."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    missing: list[str] = []
+    wrong: list[str] = []
+
+    def see(name: str, shape: tuple[int, ...], allowed: Callable[[np.dtype], bool]) -> None:
+        if name in wanted:
+            return
+        wanted[name] = shape
+        if name not in checkpoint.names:
+            missing.append(name)
+            return
+        info = checkpoint.info(name)
+        if info.shape != shape:
+            wrong.append(f"{name} {list(info.shape)} for {list(shape)}")
+        elif not allowed(info.dtype):
+            wrong.append(f"{name} of {info.dtype}")
+
+    for source in names.sources():
+        see(source.tensor, source.shape, lambda dtype: dtype == FP8 or dtype.name in FLOATS)
+        if source.tensor in checkpoint.names and checkpoint.info(source.tensor).dtype == FP8:
+            scale = names.scale_source(source)
+            see(scale.tensor, scale.shape, lambda dtype: dtype in SCALE_DTYPES)
+    extra = [
+        name
+        for name in checkpoint.names
+        if name not in wanted and not any(fnmatch.fnmatchcase(name, pattern) for pattern in names.ignored)
+    ]
+    found = [(missing, "missing"), (wrong, "of a wrong shape or dtype"), (extra, "unexpected")]
+    faults = [f"{len(which)} {what} ({_first(which)})" for which, what in found if which]
+    if faults:
+        raise CheckpointError(
+            f"{checkpoint.directory}: expected the {len(wanted)} tensors that config.json calls for, got "
+            f"{', '.join(faults)}; do config.json and weights belong together?"
+        )
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
