@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import jax
@@ -11,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped, UInt8
 
-from pallas_kernels.layout import FP8, FP8_BLOCK, ExpertLayout
+from pallas_kernels.layout import FP8, ExpertLayout
 
 Ref = Any  # Pallas has no public type for references.
 Scalar = Int[Array, ""] | int
@@ -115,6 +114,13 @@ def load_scales(
     return jax.lax.bitcast_convert_type(word, jnp.float32)
 
 
-def scale_blocks(count: int) -> int:
-    """Number of scale blocks that `count` columns reach into."""
-    return math.ceil(count / FP8_BLOCK)
+def load_scale(
+    bytes_ref: Ref, slot: Scalar, layout: ExpertLayout, name: str, row_block: Scalar, col_block: Scalar
+) -> Float32[Array, ""]:
+    """One scale, by four byte loads."""
+    field = layout.field(f"{name}_scale")
+    offset = field.offset + 4 * (row_block * field.shape[1] + col_block)
+    word = bytes_ref[slot, offset].astype(jnp.uint32)
+    for byte in range(1, 4):
+        word = word | (bytes_ref[slot, offset + byte].astype(jnp.uint32) << (8 * byte))
+    return jax.lax.bitcast_convert_type(word, jnp.float32)

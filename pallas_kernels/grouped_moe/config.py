@@ -1,0 +1,52 @@
+"""Tile shapes of the prefill kernels and the rule that picks them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pallas_kernels.fused_moe.config import fp8_mode
+from pallas_kernels.fused_moe.swiglu import is_fp8, sizes
+from pallas_kernels.layout import FP8_BLOCK, ExpertLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Tiles of the two GPU kernels, powers of two from 16: a program makes M rows times `*_cols` outputs.
+
+    It goes through the contracted dimension in steps of `depth`, which is 128 for FP8 experts: one step, one scale.
+    """
+
+    up_cols: int = 64
+    down_cols: int = 64
+    depth: int = 64
+    warps: int = 4
+    stages: int = 3
+    fp8: Literal["convert", "bits"] = "convert"
+
+    def __post_init__(self) -> None:
+        for name in ("up_cols", "down_cols", "depth"):
+            value = getattr(self, name)
+            if value < 16 or value & (value - 1):
+                raise ValueError(f"grouped_moe config: {name} must be a power of two from 16, got {value}")
+
+    def check(self, layout: ExpertLayout) -> None:
+        """Raises `ValueError` where the tiles do not fit FP8 scale blocks."""
+        if is_fp8(layout) and (self.depth != FP8_BLOCK or FP8_BLOCK % self.up_cols or FP8_BLOCK % self.down_cols):
+            raise ValueError(
+                f"grouped_moe config: FP8 experts need depth {FP8_BLOCK} and columns dividing it, got depth "
+                f"{self.depth}, up_cols {self.up_cols}, down_cols {self.down_cols}"
+            )
+
+
+def default_config(layout: ExpertLayout) -> Config:
+    """Tiles of 64 (32 where operands are float32, for registers), smaller for small experts. Not yet swept on a GPU."""
+    hidden, width = sizes(layout)
+    wide = layout.field("gate").dtype.itemsize == 4
+    fit = lambda size: max(16, min(32 if wide else 64, 1 << (size - 1).bit_length()))  # noqa: E731
+    return Config(
+        up_cols=fit(width),
+        down_cols=fit(hidden),
+        depth=FP8_BLOCK if is_fp8(layout) else min(fit(width), fit(hidden)),
+        fp8=fp8_mode(),
+    )

@@ -1,0 +1,193 @@
+"""Prefill MoE for NVIDIA GPUs: two tensor-core kernels, Pallas with the Triton lowering.
+
+A program makes one tile of one block's rows. Programs of skipped blocks end at once. Every row is contracted in
+the same steps whatever block it is in, so a layer may be split into several calls without changing a bit.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
+
+from pallas_kernels.fused_moe import tiles
+from pallas_kernels.fused_moe.swiglu import hidden_dtype, is_fp8, swiglu
+from pallas_kernels.grouped_moe.config import Config, default_config
+from pallas_kernels.layout import FP8_BLOCK, ExpertLayout
+
+
+def _dot_t(a: Float[Array, "M depth"], b: Float[Array, "cols depth"]) -> Float32[Array, "M cols"]:
+    """`a @ b.T`, float32 sums: tensor cores for equal 16-bit dtypes, else full float32 (no tf32)."""
+    if a.dtype != b.dtype or a.dtype == jnp.float32:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    # Not for 16-bit operands: there it means nothing, and lowerings differ in what they make of it.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return plgpu.dot(a, b, trans_b=True, precision=precision)
+
+
+def both_indices(rows: Int[Array, " M"], cols: Int[Array, " C"]) -> tuple[Int[Array, "M C"], Int[Array, "M C"]]:
+    """Indices of a tile of gathered rows."""
+    shape = rows.shape[0], cols.shape[0]
+    return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(cols[None, :], shape)
+
+
+def _products(
+    rows_ref: tiles.Ref,
+    bytes_ref: tiles.Ref | None,
+    weights_ref: tiles.Ref,
+    slot: Int[Array, ""],
+    source: Int[Array, " M"] | Int[Array, ""],
+    valid: Bool[Array, " M"] | None,
+    col: Int[Array, ""],
+    *,
+    names: tuple[str, ...],
+    layout: ExpertLayout,
+    cols: int,
+    config: Config,
+) -> tuple[Float32[Array, "M cols"], ...]:
+    """`rows @ matrix[col : col + cols].T` for each name.
+
+    `rows_ref` is [T, contracted] with `source` the M rows to gather, or [N, M, contracted] with `source` a block.
+    """
+    height, width = layout.field(names[0]).shape
+    depth = config.depth
+    below = tiles.bound(col, cols, height)
+    count = valid.shape[0] if valid is not None else rows_ref.shape[1]
+
+    def step(i: Int[Array, ""], totals: tuple[Float32[Array, "M cols"], ...]) -> tuple[Float32[Array, "M cols"], ...]:
+        start = i * depth
+        inside = tiles.bound(start, depth, width)
+        if valid is None:
+            where = source, slice(None), pl.ds(start, depth)
+        else:
+            # Index arrays for both dimensions: the interpreter does not mix them with slices under a mask.
+            where = both_indices(source, start + jnp.arange(depth, dtype=jnp.int32))
+        a = tiles.load(rows_ref.at[where], tiles.both(valid, inside, (count, depth)))
+        new = []
+        for name, total in zip(names, totals, strict=True):
+            row = pl.ds(col + tiles.first_row(layout, name), cols)
+            b = tiles.load(
+                weights_ref.at[slot, row, pl.ds(start, depth)], tiles.both(below, inside, (cols, depth))
+            )
+            if bytes_ref is None:
+                new.append(total + _dot_t(a, b))
+                continue
+            # One step is one block of columns, and the tile's columns lie in one row of blocks: one scale for all.
+            scale = tiles.load_scale(bytes_ref, slot, layout, name, jax.lax.div(col, jnp.int32(FP8_BLOCK)), i)
+            new.append(total + _dot_t(a, tiles.fp8_values(b, config.fp8).astype(a.dtype)) * scale)
+        return tuple(new)
+
+    zeros = tuple(jnp.zeros((count, cols), jnp.float32) for _ in names)
+    return jax.lax.fori_loop(0, pl.cdiv(width, depth), step, zeros)
+
+
+def _up_kernel(
+    x_ref: tiles.Ref,
+    slots_ref: tiles.Ref,
+    tokens_ref: tiles.Ref,
+    weights_ref: tiles.Ref,
+    *refs: tiles.Ref,
+    layout: ExpertLayout,
+    config: Config,
+) -> None:
+    *maybe_bytes, h_ref = refs
+    block, col = pl.program_id(1), pl.program_id(0) * config.up_cols
+    slot = slots_ref[block]
+
+    @pl.when(slot >= 0)
+    def _used() -> None:
+        tokens = tokens_ref[block, :]
+        gate, up = _products(
+            x_ref,
+            maybe_bytes[0] if maybe_bytes else None,
+            weights_ref,
+            slot,
+            jnp.maximum(tokens, 0),
+            tokens >= 0,
+            col,
+            names=("gate", "up"),
+            layout=layout,
+            cols=config.up_cols,
+            config=config,
+        )
+        _store(h_ref, block, col, swiglu(gate, up))
+
+
+def _down_kernel(
+    h_ref: tiles.Ref,
+    slots_ref: tiles.Ref,
+    weights_ref: tiles.Ref,
+    *refs: tiles.Ref,
+    layout: ExpertLayout,
+    config: Config,
+) -> None:
+    # The array that `out_ref` is aliased with is an operand too; nothing is read from it.
+    *maybe_bytes, _, out_ref = refs
+    block, col = pl.program_id(1), pl.program_id(0) * config.down_cols
+    slot = slots_ref[block]
+
+    @pl.when(slot >= 0)
+    def _used() -> None:
+        (y,) = _products(
+            h_ref,
+            maybe_bytes[0] if maybe_bytes else None,
+            weights_ref,
+            slot,
+            block,
+            None,
+            col,
+            names=("down",),
+            layout=layout,
+            cols=config.down_cols,
+            config=config,
+        )
+        _store(out_ref, block, col, y)
+
+
+def _store(ref: tiles.Ref, block: Int[Array, ""], col: Int[Array, ""], value: Float32[Array, "M cols"]) -> None:
+    cols = value.shape[1]
+    mask = tiles.both(None, tiles.bound(col, cols, ref.shape[2]), value.shape)
+    plgpu.store(ref.at[block, :, pl.ds(col, cols)], value.astype(ref.dtype), mask=mask)
+
+
+def grouped_moe(
+    out: Float32[Array, "N M H"],
+    x: Float[Array, "T H"],
+    slots: Shaped[Array, "S n"],
+    block_slots: Int[Array, " N"],
+    block_rows: Int[Array, "N M"],
+    *,
+    layout: ExpertLayout,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Float32[Array, "N M H"]:
+    tiles.check_addressable(slots)
+    config = config or default_config(layout)
+    config.check(layout)
+    blocks, rows, hidden = out.shape
+    width = layout.field("gate").shape[0]
+    by_bytes = [slots] if is_fp8(layout) else []
+    block_slots = block_slots.astype(jnp.int32)
+    params = plgpu.CompilerParams(num_warps=config.warps, num_stages=config.stages)
+    h = pl.pallas_call(
+        functools.partial(_up_kernel, layout=layout, config=config),
+        out_shape=jax.ShapeDtypeStruct((blocks, rows, width), hidden_dtype(x)),
+        grid=(pl.cdiv(width, config.up_cols), blocks),
+        compiler_params=params,
+        interpret=interpret,
+        name="grouped_moe_up",
+    )(x, block_slots, block_rows.astype(jnp.int32), tiles.row_view(slots, layout, hidden), *by_bytes)
+    operands = [h, block_slots, tiles.row_view(slots, layout, width), *by_bytes, out]
+    return pl.pallas_call(
+        functools.partial(_down_kernel, layout=layout, config=config),
+        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
+        grid=(pl.cdiv(hidden, config.down_cols), blocks),
+        input_output_aliases={len(operands) - 1: 0},
+        compiler_params=params,
+        interpret=interpret,
+        name="grouped_moe_down",
+    )(*operands)
