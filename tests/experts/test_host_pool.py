@@ -1,0 +1,180 @@
+"""The host pool holds each expert as its layout says, however it was stored, and XLA sees it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jaxtyping import Array
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from make_random_checkpoint import make_config, write_checkpoint
+
+from pallas_kernels.layout import FP8, ExpertLayout, swiglu_layout
+from seqmoe_jax.checkpoints.names import check_names, qwen3_moe_names
+from seqmoe_jax.checkpoints.read import read_part, read_source
+from seqmoe_jax.checkpoints.safetensors import Checkpoint, open_checkpoint
+from seqmoe_jax.checkpoints.sources import NameMap
+from seqmoe_jax.errors import CheckpointError, ConfigError
+from seqmoe_jax.experts.host_pool import (
+    allocate_layer,
+    expert_dtype,
+    load_host_pool,
+    random_host_pool,
+    writable_bytes,
+)
+
+LAYERS, EXPERTS, HIDDEN, WIDTH = 3, 4, 256, 192
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@jax.jit
+def read_row(pool: Array, index: Array) -> Array:
+    row = jax.lax.dynamic_index_in_dim(pool, index, keepdims=False)
+    return jax.device_put(row, jax.memory.Space.Device)
+
+
+def written(directory: Path, dtype: str, **sizes: int) -> tuple[Checkpoint, NameMap]:
+    config = make_config(
+        layers=LAYERS, experts=EXPERTS, top_k=2, hidden=HIDDEN, width=WIDTH, vocab=32, dtype=dtype, **sizes
+    )
+    write_checkpoint(directory, config, shard_size=10**6)
+    checkpoint = open_checkpoint(directory)
+    names = qwen3_moe_names(config, checkpoint.names)
+    check_names(checkpoint, names)
+    return checkpoint, names
+
+
+def load(checkpoint: Checkpoint, names: NameMap, layout: ExpertLayout, **more: Any) -> tuple[Array, ...]:
+    return load_host_pool(
+        checkpoint, names, layout, num_layers=LAYERS, num_experts=EXPERTS, device=jax.devices()[0], **more
+    )
+
+
+def packed(
+    checkpoint: Checkpoint, names: NameMap, layout: ExpertLayout, layer: int, expert: int
+) -> np.ndarray:
+    tensors = {}
+    for name, source in names.experts[layer][expert].items():
+        dtype = layout.field(name).dtype
+        if dtype == FP8:
+            tensors[name] = read_part(checkpoint, source)
+            tensors[name + "_scale"] = read_part(checkpoint, names.scale_source(source)).astype(np.float32)
+        else:
+            tensors[name] = read_source(checkpoint, names, source, dtype)
+    return layout.pack(tensors)
+
+
+@pytest.mark.parametrize(
+    ("stored", "block", "dtype"),
+    [
+        ("bf16", 128, BF16),  # bytes as they are
+        ("fp8", 128, FP8),  # bytes as they are, scales converted
+        ("bf16", 128, np.dtype(np.float32)),  # converted
+        ("fp8", 128, BF16),  # dequantised
+        ("fp8", 48, BF16),  # dequantised, blocks that no kernel takes
+    ],
+)
+def test_every_expert_is_packed_as_its_layout_says(tmp_path: Path, stored: str, block: int, dtype: np.dtype):
+    checkpoint, names = written(tmp_path, stored, block=block)
+    layout = swiglu_layout(hidden=HIDDEN, width=WIDTH, dtype=dtype)
+    steps: list[tuple[int, int]] = []
+    pool = load(
+        checkpoint, names, layout, progress=lambda done, total: steps.append((done, total)), workers=3
+    )
+    assert len(pool) == LAYERS
+    for layer, array in enumerate(pool):
+        assert array.shape == (EXPERTS, layout.block_elems)
+        assert array.dtype == layout.storage
+        assert array.sharding.memory_kind == "pinned_host"
+        for expert in range(EXPERTS):
+            row = np.asarray(read_row(array, jnp.int32(expert)))
+            expected = packed(checkpoint, names, layout, layer, expert)
+            np.testing.assert_array_equal(row.view(np.uint8), expected.view(np.uint8))
+    assert steps[-1][0] == steps[-1][1]
+    assert steps == sorted(steps)
+
+
+def test_expert_dtype(tmp_path: Path):
+    assert expert_dtype(*written(tmp_path / "a", "fp8"), dtype=BF16) == FP8
+    assert expert_dtype(*written(tmp_path / "b", "fp8", block=16), dtype=BF16) == BF16
+    assert expert_dtype(*written(tmp_path / "c", "bf16"), dtype=np.float32) == np.dtype(np.float32)
+
+
+def test_layouts_that_the_files_cannot_fill(tmp_path: Path):
+    layout = swiglu_layout(hidden=HIDDEN, width=WIDTH, dtype=FP8)
+    with pytest.raises(ConfigError, match="not quantised while loading"):
+        load(*written(tmp_path / "a", "bf16"), layout)
+    with pytest.raises(ConfigError, match=r"weight_block_size \[16, 16\]"):
+        load(*written(tmp_path / "b", "fp8", block=16), layout)
+    checkpoint, names = written(tmp_path / "c", "fp8")
+    with pytest.raises(CheckpointError, match=r"to give gate \[128, 256\], got \[192, 256\]"):
+        load(checkpoint, names, swiglu_layout(hidden=HIDDEN, width=128, dtype=FP8))
+    with pytest.raises(ConfigError, match="expected 2 MoE layers of 4 experts"):
+        load_host_pool(checkpoint, names, layout, num_layers=2, num_experts=4, device=jax.devices()[0])
+
+
+def test_a_file_cut_while_loading(tmp_path: Path):
+    checkpoint, names = written(tmp_path, "bf16")
+    for path in tmp_path.glob("*.safetensors"):
+        os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match="download it again"):
+        load(checkpoint, names, swiglu_layout(hidden=HIDDEN, width=WIDTH, dtype=BF16))
+
+
+def test_xla_sees_later_writes_and_the_memory_stays_where_it_is():
+    layout = swiglu_layout(hidden=64, width=32, dtype=np.float32)
+    arrays = [allocate_layer(layout, 2, jax.devices()[0]) for _ in range(3)]
+    pointers = [array.unsafe_buffer_pointer() for array in arrays]
+    assert len(set(pointers)) == 3
+    for value, array in enumerate(arrays, 1):
+        assert not np.asarray(read_row(array, jnp.int32(1))).any()
+        view = writable_bytes(array).view(np.float32).reshape(2, -1)
+        for change in (0, 10):
+            view[1] = value + change
+            gc.collect()
+            assert set(np.asarray(read_row(array, jnp.int32(1))).tolist()) == {value + change}
+            assert not np.asarray(read_row(array, jnp.int32(0))).any()
+    assert [array.unsafe_buffer_pointer() for array in arrays] == pointers
+
+
+def test_a_view_keeps_its_array_alive():
+    layout = swiglu_layout(hidden=64, width=32, dtype=np.float32)
+    view = writable_bytes(allocate_layer(layout, 64, jax.devices()[0]))
+    gc.collect()
+    view[:] = 7
+    assert view.sum(dtype=np.int64) == 7 * len(view)
+
+
+@pytest.mark.parametrize("dtype", [FP8, BF16, np.dtype(np.float32)], ids=str)
+def test_random_pool(dtype: np.dtype):
+    layout = swiglu_layout(hidden=256, width=384, dtype=dtype)
+    pool = random_host_pool(layout, 2, 3, seed=1, scale=2.0)
+    experts = {}
+    for layer, array in enumerate(pool):
+        rows = jnp.stack([read_row(array, jnp.int32(expert)) for expert in range(3)])
+        for name, fan_in in (("gate", 256), ("up", 256), ("down", 384)):
+            values = np.asarray(layout.unpack(rows, name)).astype(np.float32)
+            if dtype == FP8:
+                scales = np.asarray(layout.unpack(rows, name + "_scale"))
+                assert (scales > 0).all()
+                values = (
+                    values * scales.repeat(128, 1).repeat(128, 2)[:, : values.shape[1], : values.shape[2]]
+                )
+            assert np.isfinite(values).all()
+            assert values.std() == pytest.approx(2 / fan_in**0.5, rel=0.1)
+            assert abs(values.mean()) < 0.02 * values.std()
+        experts.update({(layer, expert): np.asarray(rows[expert]).tobytes() for expert in range(3)})
+    assert len(set(experts.values())) == 6
+    again = random_host_pool(layout, 2, 3, seed=1, scale=2.0, workers=1)
+    assert np.asarray(read_row(again[1], jnp.int32(2))).tobytes() == experts[1, 2]
+    other = random_host_pool(layout, 2, 3, seed=2, scale=2.0)
+    assert np.asarray(read_row(other[1], jnp.int32(2))).tobytes() != experts[1, 2]
