@@ -22,52 +22,47 @@ def slot_update_reference(
     num_experts: int,
     rule: Rule,
 ) -> SlotUpdate:
-    """See `slot_update`. Tables are written by scatters only, so donated ones are updated in place."""
-    num_keys, num_slots = tables.slot_of_key.shape[0], tables.state.shape[0]
+    """See `slot_update`. Built so that XLA writes donated tables in place, without a copy of any."""
+    num_slots = tables.state.shape[0]
+    protected = jnp.zeros(num_slots, bool)
     if landed is not None:
         tables = _land(tables, landed, clock, key_score, rule)
-    slot_of_key, key_of_slot, state, tag, score = tables
+        # Released right here, before the misses, but protected from them: nobody sees the order.
+        key, state = tables.key_of_slot, tables.state
+        protected = (state == SlotState.COMPUTE) & (key >= first_key) & (key < first_key + num_experts)
+        tables = tables._replace(state=jnp.where(protected, SlotState.USED, state))
 
     active = (ids >= 0) & (ids < num_experts)
     expert = jnp.where(active, ids, 0)
     key = first_key + expert
-    slot = jnp.where(active, slot_of_key[key], -1)
+    slot = jax.lax.optimization_barrier(jnp.where(active, tables.slot_of_key[key], -1))
     first = active & _first_appearance(expert, active, num_experts)
     hit, miss = first & (slot >= 0), first & (slot < 0)
 
-    # Hits are protected, so that no miss of this call takes their slot.
-    hit_slot = jnp.where(hit, slot, num_slots)
-    state = state.at[hit_slot].set(SlotState.COMPUTE, mode="drop")
+    hit_slot = jnp.where(hit, slot, num_slots)  # S: out of range, dropped
+    protected = protected.at[hit_slot].set(True, mode="drop")
     if rule == "lru":
-        score = score.at[hit_slot].set(clock, mode="drop")
+        tables = tables._replace(score=tables.score.at[hit_slot].set(clock, mode="drop"))
     elif rule == "lfu":
-        score = score.at[hit_slot].add(1, mode="drop")
+        tables = tables._replace(score=tables.score.at[hit_slot].add(1, mode="drop"))
 
-    # Misses, compacted in order of first appearance; entries past the last are out of range and dropped.
     num_misses = miss.sum(dtype=jnp.int32)
     nth = jnp.where(miss, jnp.cumsum(miss, dtype=jnp.int32) - 1, ids.shape[0])
     miss_expert = jnp.full_like(ids, -1).at[nth].set(expert, mode="drop")
-    miss_slot = _allocate(state, score, num_misses, ids.shape[0])
 
-    given = jnp.where(miss_slot >= 0, miss_slot, num_slots)
-    new_key = jnp.where(miss_slot >= 0, first_key + miss_expert, num_keys)
-    old_key = jnp.where(miss_slot >= 0, key_of_slot[miss_slot], -1)
-    slot_of_key = slot_of_key.at[jnp.where(old_key >= 0, old_key, num_keys)].set(-1, mode="drop")
-    slot_of_key = slot_of_key.at[new_key].set(miss_slot, mode="drop")
-    key_of_slot = key_of_slot.at[given].set(new_key, mode="drop")
-    score = score.at[given].set(_newcomer_score(new_key, clock, key_score, rule), mode="drop")
+    def allocate(i: Int[Array, ""], carry: tuple[SlotTables, Array, Array]) -> tuple[SlotTables, Array, Array]:
+        # One pass over the slots per miss: there are few, and sorting 345 int32 takes XLA:CPU 80 us.
+        tables, protected, miss_slot = carry
+        new_key = first_key + miss_expert[i]
+        tables, slot = _replace_one(tables, protected, new_key, _newcomer_score(new_key, clock, key_score, rule))
+        given = jnp.where(slot < num_slots, slot, -1)
+        return tables, protected.at[slot].set(True, mode="drop"), miss_slot.at[i].set(given)
 
-    # The layer is about to run: all it owns becomes evictable for whatever comes after it on the stream.
-    state = state.at[given].set(SlotState.USED, mode="drop")
-    if landed is None:  # then only this call's hits can be COMPUTE
-        state = state.at[hit_slot].set(SlotState.USED, mode="drop")
-    else:
-        own = (key_of_slot >= first_key) & (key_of_slot < first_key + num_experts)
-        state = jnp.where(own & (state == SlotState.COMPUTE), SlotState.USED, state)
+    carry = (tables, protected, jnp.full_like(ids, -1))
+    tables, _, miss_slot = jax.lax.fori_loop(0, num_misses, allocate, carry)
 
-    slots_of_ids = jnp.where(active, slot_of_key[key], -1)
+    slots_of_ids = jnp.where(active, tables.slot_of_key[key], -1)
     counts = jnp.stack([first.sum(dtype=jnp.int32), hit.sum(dtype=jnp.int32), num_misses])
-    tables = SlotTables(slot_of_key, key_of_slot, state, tag, score)
     return SlotUpdate(tables, slots_of_ids, miss_expert, miss_slot, counts)
 
 
@@ -79,24 +74,56 @@ def _land(
     rule: Rule,
 ) -> SlotTables:
     """FETCH slots whose tag has come back: COMPUTE, or EMPTY where an on-demand load was faster."""
-    slot_of_key, key_of_slot, state, tag, score = tables
-    num_keys, num_slots = slot_of_key.shape[0], state.shape[0]
-    arrived = (state == SlotState.FETCH) & (tag > 0) & (landed == tag)
-    late = arrived & (slot_of_key[key_of_slot] >= 0)
-    fresh = arrived & ~late
-    slots = jnp.arange(num_slots, dtype=jnp.int32)
-    return SlotTables(
-        slot_of_key=slot_of_key.at[jnp.where(fresh, key_of_slot, num_keys)].set(slots, mode="drop"),
-        key_of_slot=jnp.where(late, -1, key_of_slot),
-        state=jnp.where(fresh, SlotState.COMPUTE, jnp.where(late, SlotState.EMPTY, state)),
-        tag=jnp.where(arrived, 0, tag),
-        score=jnp.where(fresh, _newcomer_score(key_of_slot, clock, key_score, rule), score),
+    num_keys, num_slots = tables.slot_of_key.shape[0], tables.state.shape[0]
+    arrived = (tables.state == SlotState.FETCH) & (tables.tag > 0) & (landed == tables.tag)
+
+    def land_one(_: Int[Array, ""], carry: tuple[SlotTables, Array]) -> tuple[SlotTables, Array]:
+        tables, pending = carry
+        slot = jnp.argmax(pending).astype(jnp.int32)
+        key = _element(tables.key_of_slot, slot)
+        late = _element(tables.slot_of_key, key) >= 0
+        slot = jnp.where(key < -1, num_slots, slot)  # never; the writes below come after the reads above
+        score = jnp.where(late, 0, _newcomer_score(key, clock, key_score, rule))
+        tables = SlotTables(
+            slot_of_key=tables.slot_of_key.at[jnp.where(late, num_keys, key)].set(slot, mode="drop"),
+            key_of_slot=tables.key_of_slot.at[slot].set(jnp.where(late, -1, key), mode="drop"),
+            state=tables.state.at[slot].set(jnp.where(late, SlotState.EMPTY, SlotState.COMPUTE), mode="drop"),
+            tag=tables.tag.at[slot].set(0, mode="drop"),
+            score=tables.score.at[slot].set(score, mode="drop"),
+        )
+        return tables, pending.at[slot].set(False, mode="drop")
+
+    tables, _ = jax.lax.fori_loop(0, arrived.sum(dtype=jnp.int32), land_one, (tables, arrived))
+    return tables
+
+
+def _replace_one(
+    tables: SlotTables, protected: Bool[Array, "S"], new_key: Int[Array, ""], new_score: Int[Array, ""]
+) -> tuple[SlotTables, Int[Array, ""]]:
+    """Give `new_key` the first EMPTY slot, else the USED one of lowest (score, index); slot S if there is none."""
+    num_keys, num_slots = tables.slot_of_key.shape[0], tables.state.shape[0]
+    empty = tables.state == SlotState.EMPTY
+    used = (tables.state == SlotState.USED) & ~protected
+    lowest = jnp.min(jnp.where(used, tables.score, INT32_MAX))
+    candidate = jnp.where(jnp.any(empty), empty, used & (tables.score == lowest))
+    slot = jnp.where(jnp.any(candidate), jnp.argmax(candidate).astype(jnp.int32), num_slots)
+    old_key = _element(tables.key_of_slot, slot)
+    slot = jnp.where(old_key < -1, num_slots, slot)  # never; the writes below come after the read above
+    found = slot < num_slots
+    slot_of_key = tables.slot_of_key.at[jnp.where(old_key >= 0, old_key, num_keys)].set(-1, mode="drop")
+    tables = SlotTables(
+        slot_of_key=slot_of_key.at[jnp.where(found, new_key, num_keys)].set(slot, mode="drop"),
+        key_of_slot=tables.key_of_slot.at[slot].set(new_key, mode="drop"),
+        state=tables.state.at[slot].set(SlotState.USED, mode="drop"),
+        tag=tables.tag,
+        score=tables.score.at[slot].set(new_score, mode="drop"),
     )
+    return tables, slot
 
 
 def _newcomer_score(
-    key: Int[Array, "N"], clock: Int[Array, ""], key_score: Int[Array, "keys"] | None, rule: Rule
-) -> Int[Array, "N"]:
+    key: Int[Array, "*N"], clock: Int[Array, ""], key_score: Int[Array, "keys"] | None, rule: Rule
+) -> Int[Array, "*N"]:
     """Score of experts that have just become resident; whatever for keys out of range."""
     if rule == "scored":
         assert key_score is not None
@@ -112,22 +139,9 @@ def _first_appearance(expert: Int[Array, "M"], active: Bool[Array, "M"], num_exp
     return earliest[expert] == position
 
 
-def _allocate(state: Int[Array, "S"], score: Int[Array, "S"], num: Int[Array, ""], size: int) -> Int[Array, "M"]:
-    """Slots for `num` newcomers in turn: the first EMPTY one, else the lowest (score, index) among USED; else -1.
+def _element(table: Int[Array, "N"], index: Int[Array, ""]) -> Int[Array, ""]:
+    """`table[index]`, -1 where out of range, of a table that is written next.
 
-    One pass over the slots per newcomer: there are few, and sorting 345 int32 takes XLA:CPU 80 us.
+    As a reduction, because XLA would repeat a plain read next to each use, after the write too, and copy the table.
     """
-
-    def give(i: Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        state, given = carry
-        empty, used = state == SlotState.EMPTY, state == SlotState.USED
-        lowest = jnp.min(jnp.where(used, score, INT32_MAX))
-        candidate = jnp.where(jnp.any(empty), empty, used & (score == lowest))
-        slot = jnp.argmax(candidate).astype(jnp.int32)
-        # With no candidate, index S: dropped below.
-        slot = jnp.where(candidate[slot], slot, state.shape[0])
-        state = state.at[slot].set(SlotState.COMPUTE, mode="drop")
-        return state, given.at[i].set(jnp.where(slot < state.shape[0], slot, -1))
-
-    _, given = jax.lax.fori_loop(0, num, give, (state, jnp.full(size, -1, jnp.int32)))
-    return given
+    return jnp.max(jnp.where(jnp.arange(table.shape[0]) == index, table, -1))
