@@ -1,0 +1,222 @@
+"""`slot_update` for NVIDIA GPUs: one Triton program, one launch per MoE layer.
+
+Nothing written here is read back through memory in the same launch: Triton promises no order between the stores of
+one thread and the loads of another. What later phases need to know (which slots were given away, where experts
+landed) is carried in registers, and a table element is loaded at most before the first store that may touch it.
+Without an engine and without misses the slots are never scanned: the kernel reads M table entries and is done.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Int
+
+from pallas_kernels.slot_update.tables import Rule, SlotState, SlotTables, SlotUpdate
+
+# Order of eviction: EMPTY first, then USED by score, and what must not be given away.
+FIRST, NEVER = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
+OUTSIDE = 1 << 30  # index of lanes that are masked off
+DUPLICATES_AT_ONCE = 16  # columns of the M x M comparison that are in registers at a time
+
+
+def slot_update_gpu(
+    tables: SlotTables,
+    ids: Int[Array, "M"],
+    first_key: Int[Array, ""],
+    clock: Int[Array, ""],
+    key_score: Int[Array, "keys"] | None,
+    landed: Int[Array, "S"] | None,
+    *,
+    num_experts: int,
+    rule: Rule,
+    interpret: bool = False,
+) -> SlotUpdate:
+    """See `slot_update`."""
+    num_slots, num_ids = tables.state.shape[0], ids.shape[0]
+    optional = [x for x in (key_score, landed) if x is not None]
+    kernel = partial(
+        _kernel,
+        num_experts=num_experts,
+        rule=rule,
+        scored=key_score is not None,
+        engine=landed is not None,
+        interpret=interpret,
+    )
+    vector = jax.ShapeDtypeStruct(ids.shape, jnp.int32)
+    outputs = pl.pallas_call(
+        kernel,
+        out_shape=[
+            *(jax.ShapeDtypeStruct(table.shape, jnp.int32) for table in tables),
+            *(vector, vector, vector),
+            jax.ShapeDtypeStruct((3,), jnp.int32),
+        ],
+        input_output_aliases={i: i for i in range(len(tables))},
+        # About 8 to 32 slots per thread; few warps where the vectors are short, since reductions synchronise them.
+        compiler_params=plgpu.CompilerParams(
+            num_warps=min(max(pl.next_power_of_2(max(num_slots, 8 * num_ids)) // 512, 1), 8), num_stages=1
+        ),
+        interpret=interpret,
+        name="slot_update",
+    )(*tables, ids, first_key.reshape(1), clock.reshape(1), *optional)
+    return SlotUpdate(SlotTables(*outputs[:5]), *outputs[5:])
+
+
+def _kernel(
+    *refs: Any, num_experts: int, rule: Rule, scored: bool, engine: bool, interpret: bool
+) -> None:
+    slot_of_key, key_of_slot, state, tag, score, ids_ref, first_key_ref, clock_ref, *rest = refs[: 8 + scored + engine]
+    key_score_ref = rest[0] if scored else None
+    landed_ref = rest[-1] if engine else None
+    new_slot_of_key, new_key_of_slot, new_state, new_tag, new_score, *outputs = refs[8 + scored + engine :]
+    slots_of_ids_ref, miss_expert_ref, miss_slot_ref, counts_ref = outputs
+    num_slots, num_ids = state.shape[0], ids_ref.shape[0]
+    first_key, clock = first_key_ref[0], clock_ref[0]
+
+    def newcomer_score(key: Array) -> Array:
+        return key_score_ref[key] if key_score_ref is not None else clock if rule == "lru" else jnp.int32(1)
+
+    # Look up, on what the tables said before this launch.
+    lanes = jnp.arange(pl.next_power_of_2(num_ids), dtype=jnp.int32)
+    ids = _gather(ids_ref, lanes, lanes < num_ids)
+    active = (ids >= 0) & (ids < num_experts)
+    found = _gather(slot_of_key, first_key + ids, active)
+    first = active & (_earliest(ids_ref, ids) == lanes)
+    hit, absent = first & (found >= 0), first & (found < 0)
+    num_distinct, num_hits = _count(first), _count(hit)
+    if rule == "lru":
+        _scatter(new_score, found, jnp.broadcast_to(clock, lanes.shape), hit)
+    elif rule == "lfu":
+        _scatter(new_score, found, _gather(score, found, hit) + 1, hit)
+
+    slots = jnp.arange(pl.next_power_of_2(num_slots), dtype=jnp.int32)
+    inside = slots < num_slots
+    if engine:
+        # Land, and release this layer's slots at once: their new protection is in `fresh` and `order` below.
+        old_state = _gather(state, slots, inside)
+        fetching = inside & (old_state == SlotState.FETCH)
+        expected = _gather(tag, slots, fetching)
+        # The tags may lie in host memory: read only those that are waited for.
+        arrived = fetching & (expected > 0) & (_gather(landed_ref, slots, fetching) == expected)
+        waiting = inside & (old_state == SlotState.COMPUTE)
+        slot_key = _gather(key_of_slot, slots, arrived | waiting)
+        fresh = arrived & (_gather(slot_of_key, slot_key, arrived) < 0)
+        late = arrived & ~fresh
+        own = (slot_key >= first_key) & (slot_key < first_key + num_experts)
+        landed_state = jnp.where(late, SlotState.EMPTY, jnp.where(own, SlotState.USED, SlotState.COMPUTE))
+        if key_score_ref is not None:
+            landed_score = _gather(key_score_ref, slot_key, fresh)
+        else:
+            landed_score = jnp.broadcast_to(newcomer_score(first_key), slots.shape)
+        _scatter(new_slot_of_key, slot_key, slots, fresh)
+        _scatter(new_key_of_slot, slots, jnp.full_like(slots, -1), late)
+        _scatter(new_state, slots, landed_state.astype(jnp.int32), arrived | (waiting & own))
+        _scatter(new_tag, slots, jnp.zeros_like(slots), arrived)
+        _scatter(new_score, slots, landed_score, fresh)
+        if not interpret:  # a slot that landed as EMPTY may be given away below: keep the two stores in order
+            plgpu.debug_barrier()
+
+    def replace(found: Array) -> tuple[Array, Array, Array, Array]:
+        # Find a slot for every absent expert, one after another.
+        if engine:
+            current = jnp.where(arrived, jnp.where(late, SlotState.EMPTY, SlotState.COMPUTE), old_state)
+        else:
+            current = _gather(state, slots, inside)
+        used = inside & (current == SlotState.USED)
+        order = jnp.where(used, _gather(score, slots, used), NEVER)
+        order = jnp.where(inside & (current == SlotState.EMPTY), FIRST, order)
+
+        def one(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            lane, count, found, miss_expert, miss_slot, order = carry
+            expert = jnp.sum(jnp.where(lanes == lane, ids, 0))
+            key = first_key + expert
+            lowest = jnp.min(order)
+            slot = jnp.min(jnp.where(order == lowest, slots, OUTSIDE))
+            exists = lowest < NEVER
+            # A slot that was hit is protected, but that is looked up only for the one about to be taken.
+            protected = exists & (_count(hit & (hit_slot == slot)) > 0)
+            if engine:
+                landing = jnp.min(jnp.where(fresh & (slot_key == key), slots, OUTSIDE))
+                is_miss = landing == OUTSIDE
+            else:
+                landing, is_miss = jnp.int32(OUTSIDE), jnp.bool_(True)
+            take = is_miss & ~protected & exists
+
+            @pl.when(take)
+            def _() -> None:
+                @pl.when(lowest != FIRST)
+                def _() -> None:
+                    new_slot_of_key[key_of_slot[slot]] = jnp.int32(-1)
+
+                new_slot_of_key[key] = slot
+                new_key_of_slot[slot] = key
+                new_state[slot] = jnp.int32(SlotState.USED)
+                new_score[slot] = newcomer_score(key)
+
+            if engine and rule == "lfu":
+
+                @pl.when(~is_miss)
+                def _() -> None:
+                    new_score[landing] = jnp.int32(2)  # landed, then hit
+
+            settled = is_miss & ~protected  # a miss, served or not
+            given = jnp.where(is_miss, jnp.where(exists, slot, -1), landing)
+            order = jnp.where((slots == slot) & is_miss, NEVER, order)
+            found = jnp.where((ids == expert) & (settled | ~is_miss), given, found)
+            miss_expert = jnp.where((lanes == count) & settled, expert, miss_expert)
+            miss_slot = jnp.where((lanes == count) & settled, given, miss_slot)
+            following = jnp.min(jnp.where(absent & (lanes > lane), lanes, OUTSIDE))
+            lane = jnp.where(settled | ~is_miss, following, lane)
+            return lane, count + settled.astype(jnp.int32), found, miss_expert, miss_slot, order
+
+        hit_slot = found
+        none = jnp.full_like(lanes, -1)
+        start = (jnp.min(jnp.where(absent, lanes, OUTSIDE)), jnp.int32(0), found, none, none, order)
+        _, count, found, miss_expert, miss_slot, _ = jax.lax.while_loop(lambda carry: carry[0] < OUTSIDE, one, start)
+        return count, found, miss_expert, miss_slot
+
+    def nothing(found: Array) -> tuple[Array, Array, Array, Array]:
+        none = jnp.full_like(lanes, -1)
+        return jnp.int32(0), found, none, none
+
+    num_misses, found, miss_expert, miss_slot = jax.lax.cond(num_hits < num_distinct, replace, nothing, found)
+    for ref, value in ((slots_of_ids_ref, found), (miss_expert_ref, miss_expert), (miss_slot_ref, miss_slot)):
+        _scatter(ref, lanes, value, lanes < num_ids)
+    counts_ref[0] = num_distinct
+    counts_ref[1] = num_distinct - num_misses
+    counts_ref[2] = num_misses
+
+
+def _earliest(ids_ref: Any, ids: Int[Array, "M"]) -> Int[Array, "M"]:
+    """First position of each lane's id."""
+
+    def compare(i: Array, earliest: Array) -> Array:
+        position = i * width + jnp.arange(width, dtype=jnp.int32)
+        others = _gather(ids_ref, position, position < ids_ref.shape[0])
+        same = ids[:, None] == others[None, :]
+        return jnp.minimum(earliest, jnp.min(jnp.where(same, position[None, :], OUTSIDE), axis=1))
+
+    width = min(ids.shape[0], DUPLICATES_AT_ONCE)
+    start = jnp.full_like(ids, OUTSIDE)
+    if width == ids.shape[0]:
+        return compare(jnp.int32(0), start)
+    return jax.lax.fori_loop(0, ids.shape[0] // width, compare, start)
+
+
+def _count(mask: Array) -> Int[Array, ""]:
+    return jnp.sum(mask.astype(jnp.int32))
+
+
+def _gather(ref: Any, index: Int[Array, "N"], mask: Array) -> Int[Array, "N"]:
+    """`ref[index]`, -1 where masked off."""
+    return plgpu.load(ref.at[jnp.where(mask, index, 0)], mask=mask, other=-1)
+
+
+def _scatter(ref: Any, index: Int[Array, "N"], value: Int[Array, "N"], mask: Array) -> None:
+    """`ref[index] = value` where the mask holds; the others point outside, so that they hit nothing anywhere."""
+    plgpu.store(ref.at[jnp.where(mask, index, OUTSIDE)], value, mask=mask)
