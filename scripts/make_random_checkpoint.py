@@ -130,7 +130,7 @@ def _write_shard(file: BinaryIO, shard: list[Entry], rng: np.random.Generator) -
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
-    normal = rng.standard_normal(1 << 20, np.float32)
+    normal = rng.standard_normal(1 << 20, np.float32).clip(-4.4, 4.4)  # times 100 is still inside e4m3
     for name, code, shape in shard:
         size = math.prod(shape)
         if name.endswith("norm.weight"):
@@ -141,17 +141,15 @@ def _write_shard(file: BinaryIO, shard: list[Entry], rng: np.random.Generator) -
         else:
             # Drawing billions of normals would take minutes: a tensor is a stretch from its own place.
             deviation = 100.0 if code == "F8_E4M3" else 1 / math.sqrt(shape[-1])
-            values = (
-                np.take(normal, range(0), mode="wrap")
-                if size == 0
-                else _stretch(normal, size, rng, deviation)
-            )
+            values = _stretch(normal, size, rng) * np.float32(deviation)
         file.write(values.astype(CODES[code]).view(np.uint8).data)
 
 
-def _stretch(normal: np.ndarray, size: int, rng: np.random.Generator, deviation: float) -> np.ndarray:
-    start = int(rng.integers(len(normal)))
-    return np.clip(np.resize(np.roll(normal, -start), size), -4.4, 4.4) * np.float32(deviation)
+def _stretch(normal: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
+    if size < len(normal):
+        start = int(rng.integers(len(normal) - size))
+        return normal[start : start + size]
+    return np.resize(np.roll(normal, -int(rng.integers(len(normal)))), size)
 
 
 def parse_size(text: str) -> int:

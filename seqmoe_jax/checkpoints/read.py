@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -39,9 +41,9 @@ def read_source(
 
 
 def iter_dense(
-    checkpoint: Checkpoint, names: NameMap, *, dtype: np.dtype | type
+    checkpoint: Checkpoint, names: NameMap, *, dtype: np.dtype | type, workers: int = 4
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """`(model name, array in dtype)` for every dense tensor in file order, one at a time.
+    """`(model name, array in dtype)` for every dense tensor in file order, read `workers` ahead by threads.
 
     A caller that puts each on its device and drops it never holds the dense part twice.
     """
@@ -50,5 +52,18 @@ def iter_dense(
         info = checkpoint.info(item[1].tensor)
         return str(info.path), info.offset
 
-    for name, source in sorted(names.dense.items(), key=place):
-        yield name, read_source(checkpoint, names, source, dtype)
+    ahead: deque[tuple[str, Future[np.ndarray]]] = deque()
+    executor = ThreadPoolExecutor(workers, thread_name_prefix="seqmoe-dense")
+    try:
+        for name, source in sorted(names.dense.items(), key=place):
+            ahead.append((name, executor.submit(read_source, checkpoint, names, source, dtype)))
+            if len(ahead) > workers:
+                first, future = ahead.popleft()
+                yield first, future.result()
+                del future  # or the array would live until the next one is ready
+        while ahead:
+            first, future = ahead.popleft()
+            yield first, future.result()
+            del future
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)

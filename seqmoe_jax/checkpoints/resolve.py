@@ -29,9 +29,9 @@ def resolve_model(model: str | Path) -> Path:
     Raises `CheckpointError` in one line where none of these gives a directory.
     """
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model != "" and path.is_dir():
         return path
-    if path.exists():
+    if path.is_file():
         raise CheckpointError(
             f"{model}: expected a model directory, got a file; give the directory it lies in"
         )

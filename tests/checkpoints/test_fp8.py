@@ -85,3 +85,10 @@ def test_bad_block_sizes(block):
 def test_other_quantisations(quantization):
     with pytest.raises(ConfigError, match="expected quant_method 'fp8'"):
         block_size({"quantization_config": quantization})
+
+
+def test_widening_is_a_cast_for_every_value():
+    every = np.arange(256, dtype=np.uint8).view(FP8)
+    for shape in ((2, 128), (1, 255)):
+        weight = every[: shape[0] * shape[1]].reshape(shape)
+        np.testing.assert_array_equal(fp8.widen(weight), weight.astype(np.float32))

@@ -23,7 +23,7 @@ def test_neither_directory_nor_id(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="got a file"):
         resolve_model(tmp_path / "file")
-    for model in ("/no/such/place", "a/b/c", "name", "../x", Path("owner/name")):
+    for model in ("/no/such/place", "a/b/c", "name", "../x", Path("owner/name"), ""):
         with pytest.raises(CheckpointError, match="got no such directory"):
             resolve_model(model)
 
