@@ -1,0 +1,137 @@
+"""The `seqmoe` command. Every fault of input is one line on standard error and exit status 2."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from seqmoe_jax.errors import ConfigError, SeqMoEError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="seqmoe", description="Mixture-of-Experts models with most experts outside device memory, exactly."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_generate(commands.add_parser("generate", help="generate text"))
+    doctor = commands.add_parser("doctor", help="what this machine has: backend, memories, link bandwidth, kernels")
+    doctor.add_argument("--json", action="store_true", help="machine-readable output")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_generate)
+    add = parser.add_argument
+    add("model", nargs="?", default="demo", help="directory, Hugging Face id, 'demo' (default), or a preset")
+    add("--prompt", action="append", required=True, help="text to continue; give it again for a batch of up to 8")
+    add("--max-new-tokens", type=int, default=128, metavar="N")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--residency", type=_residency, metavar="R", help="share of experts with a slot, or 'least'")
+    size.add_argument("--device-memory", metavar="SIZE", help="budget instead of a residency, such as 12GiB")
+    add("--policy", default="seqmoe", help="seqmoe (default), lru, lfu, prefill-hot or full")
+    add("--context", type=int, metavar="N", help="longest prompt + new tokens (default: the model's)")
+    add("--dtype", help="of activations: float32 or bfloat16")
+    add("--kernels", choices=["xla", "gpu", "tpu"], help="default: the best this backend has")
+    add("--random-weights", action="store_true", help="MODEL is a preset of configs/")
+    add("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    add("--top-k", type=int, default=0)
+    add("--top-p", type=float, default=1.0)
+    add("--min-p", type=float, default=0.0)
+    add("--seed", type=int, default=0)
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    add("--json", action="store_true", help="one JSON object (a list for a batch) instead of streamed text")
+
+
+def _residency(text: str) -> float | str:
+    if text == "least":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number in (0, 1] or 'least', got {text!r}") from None
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from seqmoe_jax.api import load
+    from seqmoe_jax.sampling import SamplingConfig
+
+    sampling = SamplingConfig(
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed
+    )
+    if args.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
+    engine = load(
+        args.model,
+        residency=args.residency,
+        device_memory=args.device_memory,
+        policy=args.policy,
+        max_batch=len(args.prompt),
+        context=args.context,
+        dtype=args.dtype,
+        random_weights=args.random_weights,
+        kernels=args.kernels,
+        progress=True if sys.stderr.isatty() or not args.json else None,
+    )
+    options = dict(max_new_tokens=args.max_new_tokens, sampling=sampling, stop=args.stop)
+    if len(args.prompt) == 1 and not args.json:
+        print(args.prompt[0], end="", flush=True)
+        for piece in engine.stream(args.prompt[0], **options):
+            print(piece, end="", flush=True)
+        print()
+    else:
+        results = engine.generate(args.prompt, **options)
+        if args.json:
+            described = [
+                {"text": r.text, "tokens": r.tokens, "finish_reason": r.finish_reason, "stats": r.stats.as_dict()}
+                for r in results
+            ]
+            print(json.dumps(described[0] if len(described) == 1 else described))
+        else:
+            for prompt, result in zip(args.prompt, results, strict=True):
+                print(prompt + result.text, end="\n\n")
+    if not args.json:
+        print(summary(engine.stats), file=sys.stderr)
+    return 0
+
+
+def summary(stats) -> str:
+    """The one line after a generation."""
+    return (
+        f"seqmoe: {stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tok/s, first after {stats.ttft_s:.2f} s; "
+        f"policy {stats.policy}, {stats.slots} slots (residency {stats.residency:.2f}), hit rate {stats.hit_rate:.3f}, "
+        f"{stats.experts_loaded} experts loaded ({stats.bytes_moved / 1e6:.1f} MB); {stats.backend}, kernels {stats.kernels}"
+    )
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from seqmoe_jax.doctor import describe, examine
+
+    report = examine()
+    print(json.dumps(report) if args.json else describe(report))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit status: 0, 2 for bad input, 130 for an interrupt."""
+    args = build_parser().parse_args(argv)
+    # A GPU needs the CPU backend beside it, and pinned memory beyond JAX's default limit of 64 GB.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    try:
+        return args.run(args)
+    except SeqMoEError as error:
+        print(f"seqmoe: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nseqmoe: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""One decode step for all sequences: a single jitted computation (design section 4).
+
+Attention, routing, cache management, miss loading, experts, forecast and sampling run in one XLA program whose state
+is donated, in the role that CUDA graphs have in the paper. The host only dispatches it and reads small outputs late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
+
+from seqmoe_jax.experts.cache import CacheConfig, SlotCache, moe_decode, rescore
+from seqmoe_jax.forecast import history
+from seqmoe_jax.models.layers import KV, attention, dense_mlp, einsum, mask_inactive, rms_norm, route
+from seqmoe_jax.models.spec import ModelSpec, MoESpec
+from seqmoe_jax.models.weights import ModelWeights, RouterWeights
+from seqmoe_jax.sampling import SamplingParams, greedy, sample
+
+RUNNING, STOPPED, EXHAUSTED = range(3)  # what a step says of a sequence: goes on, end token, length reached
+
+
+class Sequences(NamedTuple):
+    """Device state of the sequences being generated; donated to every step."""
+
+    kv: tuple[KV, ...]
+    token: Int32[Array, " B"]  # sampled last, processed next
+    position: Int32[Array, " B"]  # where that token will stand
+    remaining: Int32[Array, " B"]  # tokens that may still be sampled
+    done: Bool[Array, " B"]
+
+
+class Offload(NamedTuple):
+    """Device state of the offloading that outlives a request; donated to every step."""
+
+    cache: SlotCache
+    retention: Float32[Array, " keys"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """Static shape of the compiled programs."""
+
+    spec: ModelSpec
+    cache: CacheConfig
+    forecast: bool  # policy seqmoe: scores follow the forecast
+    greedy: bool
+
+
+class StepOutput(NamedTuple):
+    """What the host reads of a step, one small array: tokens [B], ends [B], counts (routed, hits, misses)."""
+
+    packed: Int32[Array, " 2B+3"]
+
+    @classmethod
+    def pack(cls, token: Int[Array, " B"], end: Int[Array, " B"], counts: Int[Array, "3"]) -> StepOutput:
+        return cls(jnp.concatenate([token, end, counts]).astype(jnp.int32))
+
+
+def choose(
+    logits: Float[Array, "B V"],
+    sequences: Sequences,
+    sampling: SamplingParams,
+    end_tokens: Int[Array, " N"],
+    position: Int[Array, " B"],
+    config: StepConfig,
+) -> tuple[Sequences, Int32[Array, " B"], Int32[Array, " B"]]:
+    """Samples the tokens that will stand at `position`, and says which sequences they end. Ended ones stay as they are."""
+    picked = greedy(logits) if config.greedy else sample(logits, sampling, position)
+    token = jnp.where(sequences.done, sequences.token, picked)
+    remaining = jnp.where(sequences.done, sequences.remaining, sequences.remaining - 1)
+    stopped = (token[:, None] == end_tokens).any(axis=-1)
+    end = jnp.where(stopped, STOPPED, jnp.where(remaining <= 0, EXHAUSTED, RUNNING)).astype(jnp.int32)
+    position = jnp.where(sequences.done, sequences.position, position)
+    done = sequences.done | (end != RUNNING)
+    return sequences._replace(token=token, position=position, remaining=remaining, done=done), token, end
+
+
+def logits_of(x: Float[Array, "B H"], weights: ModelWeights, spec: ModelSpec) -> Float32[Array, "B V"]:
+    """Final norm and output head."""
+    return einsum("bh,vh->bv", rms_norm(x, weights.norm, spec.norm_eps), weights.head)
+
+
+def forward(
+    sequences: Sequences,
+    offload: Offload,
+    weights: ModelWeights,
+    pools: tuple[Shaped[Array, "E n"], ...],
+    *,
+    config: StepConfig,
+) -> tuple[Float32[Array, "B V"], Sequences, Offload, Int32[Array, "3"]]:
+    """One token of every sequence through all layers. Returns logits, states, and the counts (routed, hits, misses)."""
+    spec, cache = config.spec, offload.cache
+    positions = sequences.position[:, None]
+    x = weights.embed[sequences.token][:, None, :]
+    kv, routing, counts = list(sequences.kv), [], jnp.zeros(3, jnp.int32)
+    for index, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
+        with jax.named_scope(f"layer{index}/attention"):
+            normed = rms_norm(x, w.attention_norm, spec.norm_eps)
+            mixed, kv[index] = attention(normed, kv[index], positions, w.attention, layer.attention, spec.norm_eps)
+            x = x + mixed
+        normed = rms_norm(x, w.mlp_norm, spec.norm_eps)
+        if isinstance(layer.mlp, MoESpec) and isinstance(w.mlp, RouterWeights):
+            with jax.named_scope(f"layer{index}/moe"):
+                ids, expert_weights = route(normed[:, 0], w.mlp.router, layer.mlp)
+                ids = mask_inactive(ids, ~sequences.done)
+                moe_index = len(routing)
+                y, cache, new = moe_decode(
+                    normed[:, 0], ids, expert_weights, cache, pools[moe_index], moe_index, config.cache
+                )
+                routing.append(ids)
+                counts += new
+                x = x + y.astype(x.dtype)[:, None]
+        else:
+            x = x + dense_mlp(normed, w.mlp)
+    retention = offload.retention
+    if config.forecast:
+        with jax.named_scope("forecast"):
+            retention = history.observe(retention, jnp.stack(routing), config.cache.experts)
+            cache = rescore(cache, history.scores(retention))
+    with jax.named_scope("head"):
+        logits = logits_of(x[:, 0], weights, spec)
+    return logits, sequences._replace(kv=tuple(kv)), Offload(cache, retention), counts
+
+
+def step(
+    sequences: Sequences,
+    offload: Offload,
+    weights: ModelWeights,
+    pools: tuple[Shaped[Array, "E n"], ...],
+    sampling: SamplingParams,
+    end_tokens: Int[Array, " N"],
+    *,
+    config: StepConfig,
+) -> tuple[Sequences, Offload, StepOutput]:
+    """Processes one token of every sequence and samples the next one."""
+    logits, sequences, offload, counts = forward(sequences, offload, weights, pools, config=config)
+    with jax.named_scope("sample"):
+        sequences, token, end = choose(logits, sequences, sampling, end_tokens, sequences.position + 1, config)
+    return sequences, offload, StepOutput.pack(token, end, counts)
+
+
+jitted_step = partial(jax.jit, static_argnames="config", donate_argnums=(0, 1))(step)

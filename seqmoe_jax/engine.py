@@ -1,0 +1,397 @@
+"""The engine: a model in memory, and the loop that runs ahead of the device while tokens come back.
+
+All device state lives here; the programs are pure and live in `decode` and `prefill`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Shaped
+
+from pallas_kernels.backend import Implementation, resolve
+from seqmoe_jax.decode import EXHAUSTED, RUNNING, Offload, Sequences, StepConfig, StepOutput, jitted_step
+from seqmoe_jax.errors import PromptError, ResidencyError
+from seqmoe_jax.experts.cache import (
+    HITS,
+    MISSES,
+    PINNED,
+    ROUTED,
+    CacheConfig,
+    SlotCache,
+    empty_cache,
+    keep,
+    rescore,
+)
+from seqmoe_jax.experts.policy import Policy, check_policy, rule_of
+from seqmoe_jax.forecast import history
+from seqmoe_jax.models.layers import KV
+from seqmoe_jax.models.spec import ModelSpec
+from seqmoe_jax.models.weights import ModelWeights
+from seqmoe_jax.planning import MAX_BATCH, Plan, Residency, kv_capacity, least_slots, make_plan
+from seqmoe_jax.prefill import bucket, chunk_length, embed_chunk, first_token, keep_last, layer_chunk
+from seqmoe_jax.sampling import SamplingConfig, SamplingParams
+
+log = logging.getLogger("seqmoe_jax")
+
+RUN_AHEAD = 4  # steps dispatched before the oldest one's tokens are read; hides the host from the device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model in memory: dense weights on the device, every expert in pinned host memory."""
+
+    spec: ModelSpec
+    weights: ModelWeights
+    pools: tuple[Shaped[Array, "E n"], ...]
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenEvent:
+    """One new token of one sequence. `end` is RUNNING, STOPPED (the token is an end token) or EXHAUSTED."""
+
+    sequence: int
+    token: int
+    end: int
+
+
+@dataclass(kw_only=True)
+class Stats:
+    """What a generation did. Rates are of the decode phase; counts and bytes are of the whole call, prefill included.
+
+    `hit_rate`: distinct experts found resident / distinct experts routed, over layers and decode steps.
+    """
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    tokens_per_second: float = 0.0
+    ttft_s: float = 0.0
+    compile_s: float = 0.0
+    hit_rate: float = 0.0
+    prefill_hit_rate: float = 0.0
+    experts_routed: int = 0
+    experts_loaded: int = 0
+    bytes_moved: int = 0
+    residency: float = 0.0
+    slots: int = 0
+    policy: str = ""
+    backend: str = ""
+    kernels: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Counts:
+    """Routed, hits and misses of one phase, summed on the host where they cannot overflow."""
+
+    def __init__(self) -> None:
+        self.total = np.zeros(3, np.int64)
+
+    def add(self, counts: np.ndarray) -> None:
+        self.total += counts
+
+    @property
+    def hit_rate(self) -> float:
+        return float(self.total[HITS] / self.total[ROUTED]) if self.total[ROUTED] else 1.0
+
+
+class TokenEngine:
+    """Generates token ids. One generation at a time; a second caller waits.
+
+    Residency and policy are fixed when the engine is made; the cache stays warm from one generation to the next.
+    Text, prompts and stop strings are the business of `api`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        residency: Residency | None = None,
+        device_memory: int | None = None,
+        policy: Policy | str = "seqmoe",
+        max_batch: int = 1,
+        context: int | None = None,
+        implementation: Implementation | None = None,
+        announce: Callable[[str], None] = log.info,
+    ):
+        """`residency` or `device_memory` (bytes) decides the slots; neither means as many as fit.
+
+        Raises `ResidencyError` or `ConfigError` where that cannot work.
+        """
+        self.model, self.policy, self.announce = model, check_policy(policy), announce
+        spec = model.spec
+        self.context = min(context or spec.context, spec.context)
+        self.dtype = model.weights.embed.dtype
+        self.device = next(iter(model.weights.embed.devices()))
+        self.plan: Plan = make_plan(
+            spec,
+            residency=residency,
+            device_memory=device_memory,
+            available=_available_memory(self.device, model.weights),
+            batch=max_batch,
+            context=min(self.context, 2048),
+            activation_dtype=self.dtype,
+        )
+        self.max_batch = max_batch
+        everything = self.plan.slots == spec.num_keys
+        self.config = CacheConfig(
+            layout=spec.expert_layout,
+            layers=len(spec.moe_layers),
+            experts=spec.moe.experts,
+            slots=self.plan.slots,
+            rule=rule_of(self.policy),
+            managed=not (everything and self.policy == "full"),
+            implementation=resolve(implementation),
+        )
+        self._programs: dict[Any, Any] = {}
+        self._compile_s = 0.0
+        self._lock = threading.Lock()
+        self._offload = Offload(empty_cache(self.config), jnp.zeros(spec.num_keys, jnp.float32))
+        self._offload = jax.device_put(self._offload, self.device)
+        self.last_stats = Stats()
+        if everything:
+            self._keep(np.ones(spec.num_keys, bool))
+        elif self.policy == "full":
+            self._keep(np.arange(spec.num_keys) < self.plan.slots - least_slots(spec, max_batch))
+        log.info("%s: policy %s, %d of %d experts have a slot, kernels %s; %s", model.name, self.policy,
+                 self.plan.slots, spec.num_keys, self.config.implementation, self.plan.describe())  # fmt: skip
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        sampling: SamplingConfig | None = None,
+        end_tokens: Sequence[int] = (),
+    ) -> Iterator[TokenEvent]:
+        """Token ids in, one event per new token, in the order of steps. `last_stats` is complete when it is exhausted.
+
+        `send()`-free cancellation: closing the iterator stops after the steps already dispatched.
+        Raises `PromptError` for an empty prompt, one longer than the context, or too many.
+        """
+        sampling = sampling or SamplingConfig()
+        self._check(prompts, max_new_tokens)
+        with self._lock:
+            yield from self._run(prompts, max_new_tokens, sampling, end_tokens)
+
+    def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        spec = self.model.spec
+        if not 1 <= len(prompts) <= MAX_BATCH:
+            raise PromptError(f"expected 1 to {MAX_BATCH} prompts at once, got {len(prompts)}")
+        least = least_slots(spec, len(prompts))
+        if self.plan.slots < least:
+            raise ResidencyError(
+                f"{len(prompts)} sequences with K={spec.moe.top_k} need {least} slots, this engine has {self.plan.slots}; "
+                "load with a higher residency or give fewer prompts"
+            )
+        if max_new_tokens < 1:
+            raise PromptError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise PromptError(f"prompt {index} is empty: give at least one token")
+            if len(prompt) + max_new_tokens > self.context:
+                raise PromptError(
+                    f"prompt {index} has {len(prompt)} tokens and {max_new_tokens} new ones were asked for, "
+                    f"but the context is {self.context}; shorten the prompt or lower max_new_tokens"
+                )
+            if not all(0 <= token < spec.vocab for token in prompt):
+                raise PromptError(f"prompt {index} has a token id outside the vocabulary of {spec.vocab}")
+
+    def _run(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: SamplingConfig, end_tokens: Sequence[int]
+    ) -> Iterator[TokenEvent]:
+        started, self._compile_s = time.perf_counter(), 0.0
+        count = len(prompts)
+        batch = 1 << (count - 1).bit_length()  # few batch sizes are compiled; the rest is padding that is done already
+        params = jax.device_put(SamplingParams.of(sampling, batch), self.device)
+        ends = jax.device_put(np.array(list(end_tokens) or [-1], np.int32), self.device)
+        config = StepConfig(
+            spec=self.model.spec, cache=self.config, forecast=self.policy == "seqmoe", greedy=sampling.greedy
+        )
+        prefill, decode = _Counts(), _Counts()
+        stats = self.last_stats = Stats(
+            prompt_tokens=sum(map(len, prompts)),
+            residency=self.plan.residency,
+            slots=self.plan.slots,
+            policy=self.policy,
+            backend=jax.default_backend(),
+            kernels=self.config.implementation,
+        )
+
+        def finish() -> None:
+            total = prefill.total + decode.total
+            stats.hit_rate, stats.prefill_hit_rate = decode.hit_rate, prefill.hit_rate
+            stats.experts_routed, stats.experts_loaded = int(total[ROUTED]), int(total[MISSES])
+            stats.bytes_moved = stats.experts_loaded * self.config.layout.block_bytes
+            stats.compile_s = self._compile_s
+
+        sequences, first = self._prefill(prompts, batch, max_new_tokens, params, ends, config)
+        alive = [True] * count
+
+        def events(output: StepOutput, counts: _Counts) -> Iterator[TokenEvent]:
+            values = np.asarray(output.packed)
+            counts.add(values[2 * batch :])
+            for index in range(count):
+                if alive[index]:
+                    end = int(values[batch + index])
+                    alive[index] = end == RUNNING
+                    stats.new_tokens += 1
+                    yield TokenEvent(sequence=index, token=int(values[index]), end=end)
+
+        try:
+            yield from events(first, prefill)
+            stats.ttft_s = time.perf_counter() - started - self._compile_s
+            if not any(alive):
+                return
+            step = self._program(
+                ("step", batch, sequences.kv[0].k.shape[2], sampling.greedy), "the decode step", jitted_step,
+                sequences, self._offload, self.model.weights, self.model.pools, params, ends, config=config,
+            )  # fmt: skip
+            decode_started, pending, dispatched, before = time.perf_counter(), deque[StepOutput](), 1, stats.new_tokens
+            while any(alive):
+                while len(pending) < RUN_AHEAD and dispatched < max_new_tokens:
+                    sequences, self._offload, output = step(
+                        sequences, self._offload, self.model.weights, self.model.pools, params, ends
+                    )
+                    output.packed.copy_to_host_async()
+                    pending.append(output)
+                    dispatched += 1
+                yield from events(pending.popleft(), decode)
+                elapsed = time.perf_counter() - decode_started
+                stats.tokens_per_second = (stats.new_tokens - before) / elapsed
+        finally:
+            finish()
+
+    def _prefill(
+        self,
+        prompts: Sequence[Sequence[int]],
+        batch: int,
+        max_new_tokens: int,
+        params: SamplingParams,
+        ends: Array,
+        config: StepConfig,
+    ) -> tuple[Sequences, StepOutput]:
+        """All prompts through all layers in chunks; samples the first new token of each."""
+        spec, weights = self.model.spec, self.model.weights
+        lengths = np.array([len(p) for p in prompts] + [1] * (batch - len(prompts)), np.int32)
+        longest, chunk = int(lengths.max()), chunk_length(batch)
+        padded_end = (longest - 1) // chunk * chunk + bucket((longest - 1) % chunk + 1)
+        sequences = self._new_sequences(batch, kv_capacity(max(longest + max_new_tokens, padded_end)))
+        real = np.arange(batch) < len(prompts)
+        sequences = sequences._replace(
+            position=jax.device_put(lengths, self.device),
+            remaining=jax.device_put(np.full(batch, max_new_tokens, np.int32), self.device),
+            done=jax.device_put(~real, self.device),
+        )
+        kv, cache = list(sequences.kv), self._offload.cache
+        last = jnp.zeros((batch, spec.hidden), self.dtype, device=self.device)
+        counts = jnp.zeros(3, jnp.int32, device=self.device)
+        tokens_of = [jnp.zeros(self.config.experts, jnp.int32, device=self.device) for _ in spec.moe_layers]
+        device_lengths = jax.device_put(lengths, self.device)
+        for start in range(0, longest, chunk):
+            width = bucket(min(chunk, longest - start))
+            tokens = np.zeros((batch, width), np.int32)
+            for row, prompt in enumerate(prompts):
+                part = np.asarray(prompt[start : start + width], np.int32)
+                tokens[row, : len(part)] = part
+            valid = (np.arange(width) + start < lengths[:, None]) & real[:, None]
+            device_valid = jax.device_put(valid, self.device)
+            at = jnp.asarray(start, jnp.int32)
+            x, positions = embed_chunk(weights.embed, jax.device_put(tokens, self.device), at)
+            moe_index = 0
+            for index, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
+                is_moe = index in spec.moe_layers
+                args = (x, kv[index], cache, w, self.model.pools[moe_index] if is_moe else None, positions,
+                        device_valid, jnp.asarray(moe_index, jnp.int32))  # fmt: skip
+                program = self._program(
+                    ("layer", layer, batch, width, kv[index].k.shape[2]), f"a layer for prompts of {width} tokens",
+                    layer_chunk, *args, layer=layer, config=_PREFILL(config),
+                )  # fmt: skip
+                # The old cache is donated: what an interrupt finds in self must be the new one.
+                x, kv[index], cache, new, experts_tokens = program(*args)
+                self._offload = self._offload._replace(cache=cache)
+                if is_moe:
+                    counts, tokens_of[moe_index] = counts + new, tokens_of[moe_index] + experts_tokens
+                    moe_index += 1
+            last = keep_last(last, x, at, device_lengths)
+        sequences = sequences._replace(kv=tuple(kv))
+        self._after_prompt(jnp.concatenate(tokens_of), int(lengths[real].sum()))
+        program = self._program(
+            ("first", batch, kv[0].k.shape[2], config.greedy), "sampling", first_token,
+            sequences, last, weights, params, ends, counts, config=config,
+        )  # fmt: skip
+        return program(sequences, last, weights, params, ends, counts)
+
+    def _after_prompt(self, tokens_of: Array, prompt_tokens: int) -> None:
+        """What a prompt teaches the policy: seqmoe blends its shares in, prefill-hot loads and fixes the most used."""
+        if self.policy == "seqmoe":
+            share = tokens_of.astype(jnp.float32) / prompt_tokens
+            retention = history.observe_prompt(self._offload.retention, share)
+            cache = _rescore(self._offload.cache, history.scores(retention))
+            self._offload = Offload(cache, retention)
+        elif self.policy == "prefill-hot" and self.plan.slots < self.model.spec.num_keys:
+            room = self.plan.slots - least_slots(self.model.spec, self.max_batch)
+            order = np.argsort(-np.asarray(tokens_of), kind="stable")
+            wanted = np.zeros(self.model.spec.num_keys, bool)
+            wanted[order[:room]] = True
+            self._keep(wanted)
+
+    def _keep(self, wanted: np.ndarray) -> None:
+        """Makes the wanted keys resident for good (policies that score keys) or at least now (lru, lfu)."""
+        cache = self._offload.cache
+        if self.config.managed:
+            cache = _rescore(cache, jnp.where(wanted, PINNED, -1).astype(jnp.int32))
+        for layer, pool in enumerate(self.model.pools):
+            mask = jnp.asarray(wanted.reshape(self.config.layers, -1)[layer])
+            cache = _keep(cache, pool, mask, jnp.asarray(layer, jnp.int32), config=self.config)
+            self._offload = self._offload._replace(cache=cache)
+
+    def _new_sequences(self, batch: int, capacity: int) -> Sequences:
+        def zeros() -> Sequences:
+            shapes = [(batch, a.kv_heads, capacity, a.head_dim) for a in (x.attention for x in self.model.spec.layers)]
+            flat = jnp.zeros(batch, jnp.int32)
+            kv = tuple(KV(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)) for shape in shapes)
+            return Sequences(kv, flat, flat, flat, jnp.zeros(batch, bool))
+
+        return jax.jit(zeros, out_shardings=jax.sharding.SingleDeviceSharding(self.device))()
+
+    def _program(self, key: Any, what: str, function: Any, *args: Any, **static: Any) -> Any:
+        """The compiled program of a function for these shapes; says so before it compiles."""
+        program = self._programs.get(key)
+        if program is None:
+            self.announce(f"compiling {what}")
+            started = time.perf_counter()
+            program = self._programs[key] = function.lower(*args, **static).compile()
+            self._compile_s += time.perf_counter() - started
+        return program
+
+
+def _PREFILL(config: StepConfig) -> StepConfig:
+    """Prefill programs do not depend on how tokens are sampled or forecast."""
+    from dataclasses import replace
+
+    return replace(config, greedy=True, forecast=False)
+
+
+def _available_memory(device: jax.Device, weights: ModelWeights) -> int | None:
+    """Bytes this process may use on the device, weights already there included; None where the backend does not say."""
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    loaded = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+    return stats["bytes_limit"] - stats["bytes_in_use"] + loaded
+
+
+_rescore = jax.jit(rescore, donate_argnums=0)
+_keep = jax.jit(keep, static_argnames="config", donate_argnums=0)

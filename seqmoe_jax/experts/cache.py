@@ -1,0 +1,175 @@
+"""The slot cache on the device: expert blocks, the tables that say what lies where, and how a layer uses them.
+
+Slots are shared by all layers (paper 8.1): a key = MoE layer * E + expert sits in any slot, and a lookup table maps
+it there, so fused kernels see one array at one address. Everything here is traceable and in place under donation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
+
+from pallas_kernels.backend import Implementation
+from pallas_kernels.fused_moe import fused_moe
+from pallas_kernels.grouped_moe import assign_blocks, combine, grouped_moe
+from pallas_kernels.layout import ExpertLayout
+from pallas_kernels.miss_load import miss_load
+from pallas_kernels.slot_update import Rule, SlotTables, slot_update
+from seqmoe_jax.experts.slots import empty_tables
+
+PINNED = 2**30  # the score of a key that its policy keeps whatever happens; below every int32 clock's end
+ROUTED, HITS, MISSES = range(3)  # fields of the counts: distinct experts of a layer, found resident, loaded
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """What the compiled programs know of the cache. Hashable: a static argument."""
+
+    layout: ExpertLayout
+    layers: int  # L: MoE layers
+    experts: int  # E: experts of each
+    slots: int  # S
+    rule: Rule
+    managed: bool  # False: every expert has its own slot (slot = key) and the tables are never touched
+    implementation: Implementation
+
+
+class SlotCache(NamedTuple):
+    """Device state of the cache; donated to every program that changes it."""
+
+    blocks: Shaped[Array, "S n"]
+    tables: SlotTables
+    key_score: Int32[Array, " keys"]  # score a key gets when it is loaded, under rule `scored`
+    clock: Int32[Array, ""]  # layers executed so far: the time of rule `lru`
+
+
+def empty_cache(config: CacheConfig) -> SlotCache:
+    """No expert resident; or, for an unmanaged cache, tables that say slot = key (blocks still to be filled)."""
+    keys = config.layers * config.experts
+    tables = empty_tables(keys, config.slots)
+    return SlotCache(
+        blocks=jnp.zeros((config.slots, config.layout.block_elems), config.layout.storage),
+        tables=tables,
+        key_score=jnp.zeros(keys, jnp.int32),
+        clock=jnp.zeros((), jnp.int32),
+    )
+
+
+def bring_in(
+    cache: SlotCache,
+    pool: Shaped[Array, "E n"],
+    ids: Int[Array, " M"],
+    layer: Int[Array, ""] | int,
+    config: CacheConfig,
+) -> tuple[SlotCache, Int[Array, " M"], Int32[Array, "3"]]:
+    """Makes the experts `ids` of a MoE layer resident (-1: none) and says in which slots: steps 1 to 3 of Figure 5.
+
+    Returns the cache, the slot of every id and the counts (routed, hits, misses) of distinct experts.
+    """
+    first_key = jnp.asarray(layer, jnp.int32) * config.experts
+    if not config.managed:
+        routed = _count_distinct(ids, config.experts)
+        slots = jnp.where(ids >= 0, first_key + ids, -1)
+        return cache, slots, jnp.stack([routed, routed, jnp.zeros_like(routed)])
+    tables, slots, miss_expert, miss_slot, counts = slot_update(
+        cache.tables,
+        ids,
+        first_key=first_key,
+        num_experts=config.experts,
+        rule=config.rule,
+        clock=cache.clock,
+        key_score=cache.key_score if config.rule == "scored" else None,
+        landed=None,
+        implementation=config.implementation,
+    )
+    blocks = miss_load(cache.blocks, pool, miss_expert, miss_slot, implementation=config.implementation)
+    return cache._replace(blocks=blocks, tables=tables, clock=cache.clock + 1), slots, counts
+
+
+def _count_distinct(ids: Int[Array, " M"], experts: int) -> Int32[Array, ""]:
+    present = jnp.zeros(experts, bool).at[jnp.where(ids >= 0, ids, experts)].set(True, mode="drop")
+    return present.sum(dtype=jnp.int32)
+
+
+def moe_decode(
+    x: Float[Array, "B H"],
+    ids: Int[Array, "B K"],
+    weights: Float32[Array, "B K"],
+    cache: SlotCache,
+    pool: Shaped[Array, "E n"],
+    layer: int,
+    config: CacheConfig,
+) -> tuple[Float32[Array, "B H"], SlotCache, Int32[Array, "3"]]:
+    """One MoE layer of a decode step."""
+    cache, slots, counts = bring_in(cache, pool, ids.reshape(-1), layer, config)
+    y = fused_moe(
+        x, cache.blocks, slots.reshape(ids.shape), weights, layout=config.layout, implementation=config.implementation
+    )
+    return y, cache, counts
+
+
+def moe_prefill(
+    x: Float[Array, "T H"],
+    ids: Int[Array, "T K"],
+    weights: Float32[Array, "T K"],
+    cache: SlotCache,
+    pool: Shaped[Array, "E n"],
+    layer: Int[Array, ""],
+    config: CacheConfig,
+    rows: int,
+) -> tuple[Float32[Array, "T H"], SlotCache, Int32[Array, "3"], Int32[Array, " E"]]:
+    """One MoE layer of prefill: tokens sorted by expert, experts taken in groups that fit the slots.
+
+    Which rows are multiplied together depends on the routing alone, never on what was resident or how experts were
+    grouped, so the result is the same at every residency. Also returns how many tokens each expert got.
+    """
+    block_expert, block_rows, place = assign_blocks(ids, num_experts=config.experts, rows=rows)
+    tokens_of = jnp.zeros(config.experts, jnp.int32).at[jnp.where(ids >= 0, ids, config.experts)].add(1, mode="drop")
+    group = min(config.experts, config.slots)
+
+    def run_group(index, carry):
+        cache, out, counts = carry
+        members = index * group + jnp.arange(group, dtype=jnp.int32)
+        inside = members < config.experts
+        wanted = inside & (tokens_of[jnp.minimum(members, config.experts - 1)] > 0)
+        cache, slots, new = bring_in(cache, pool, jnp.where(wanted, members, -1), layer, config)
+        offset = block_expert - index * group
+        mine = (block_expert >= 0) & (offset >= 0) & (offset < group)
+        block_slots = jnp.where(mine, slots[jnp.clip(offset, 0, group - 1)], -1)
+        out = grouped_moe(
+            out, x, cache.blocks, block_slots, block_rows, layout=config.layout, implementation=config.implementation
+        )
+        return cache, out, counts + new
+
+    out = jnp.zeros((*block_rows.shape, x.shape[-1]), jnp.float32)
+    carry = (cache, out, jnp.zeros(3, jnp.int32))
+    groups = -(-config.experts // group)
+    # With one group there is no loop for XLA to carry the cache through.
+    cache, out, counts = run_group(0, carry) if groups == 1 else lax.fori_loop(0, groups, run_group, carry)
+    return combine(out, place, weights), cache, counts, tokens_of
+
+
+def rescore(cache: SlotCache, key_score: Int32[Array, " keys"]) -> SlotCache:
+    """New scores for every key, resident or not (rule `scored`)."""
+    resident = cache.tables.key_of_slot
+    score = jnp.where(resident >= 0, key_score[jnp.maximum(resident, 0)], cache.tables.score)
+    return cache._replace(tables=cache.tables._replace(score=score), key_score=key_score)
+
+
+def keep(
+    cache: SlotCache,
+    pool: Shaped[Array, "E n"],
+    wanted: Bool[Array, " E"],
+    layer: Int[Array, ""],
+    config: CacheConfig,
+) -> SlotCache:
+    """Makes the `wanted` experts of a MoE layer resident. The caller has pinned them by `rescore` first."""
+    ids = jnp.where(wanted, jnp.arange(config.experts, dtype=jnp.int32), -1)
+    if config.managed:
+        return bring_in(cache, pool, ids, layer, config)[0]
+    slots = jnp.where(wanted, layer * config.experts + ids, -1)
+    return cache._replace(blocks=miss_load(cache.blocks, pool, ids, slots, implementation=config.implementation))

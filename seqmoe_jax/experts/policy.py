@@ -1,0 +1,37 @@
+"""Eviction policies: which resident expert goes when a missing one needs its slot.
+
+Every policy is a rule for int32 slot scores; the lowest score is evicted, the lowest slot index on a tie.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from pallas_kernels.slot_update import Rule
+from seqmoe_jax.errors import ConfigError
+
+Policy = Literal["seqmoe", "lru", "lfu", "prefill-hot", "full"]
+
+POLICIES: dict[Policy, str] = {
+    "seqmoe": "evict what the forecast needs least",
+    "lru": "evict the least recently used",
+    "lfu": "evict the least often used since it was loaded",
+    "prefill-hot": "keep what the prompt used most, fixed while decoding; load the rest on demand",
+    "full": "keep what was resident after loading, fixed; everything at residency 1.0",
+}
+
+# Policies other than lru and lfu score keys, not uses: the score of a key is set outside the layer loop.
+_RULES: dict[Policy, Rule] = {"lru": "lru", "lfu": "lfu"}
+
+
+def rule_of(policy: Policy) -> Rule:
+    """How `slot_update` changes scores under this policy."""
+    return _RULES.get(policy, "scored")
+
+
+def check_policy(policy: str) -> Policy:
+    """The policy named, or `ConfigError` with the names there are."""
+    for known in get_args(Policy):
+        if policy == known:
+            return known
+    raise ConfigError(f"unknown policy {policy!r}: expected one of {', '.join(POLICIES)}")

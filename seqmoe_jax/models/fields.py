@@ -1,0 +1,57 @@
+"""Typed reading of a Hugging Face `config.json`: every fault is one line that names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from seqmoe_jax.errors import ConfigError
+
+_MISSING = object()
+
+
+class Fields:
+    """A view of a JSON object that checks types as it is read. Raises `ConfigError`."""
+
+    def __init__(self, values: Mapping[str, Any], where: str = "config.json"):
+        self.values, self.where = values, where
+
+    def _get(self, name: str, kinds: tuple[type, ...], default: Any, aliases: tuple[str, ...]) -> Any:
+        for key in (name, *aliases):
+            value = self.values.get(key)
+            if value is None:
+                continue
+            # bool is an int in Python, but never a size or a number in a configuration.
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                expected = " or ".join(kind.__name__ for kind in kinds)
+                raise ConfigError(f"{self.where}: field {key!r} must be {expected}, got {value!r}")
+            return value
+        if default is _MISSING:
+            raise ConfigError(f"{self.where}: field {name!r} is missing; is this a Hugging Face model directory?")
+        return default
+
+    def size(self, name: str, default: Any = _MISSING, aliases: tuple[str, ...] = ()) -> int:
+        """A positive integer."""
+        value = self._get(name, (int,), default, aliases)
+        if value <= 0:
+            raise ConfigError(f"{self.where}: field {name!r} must be positive, got {value}")
+        return value
+
+    def number(self, name: str, default: Any = _MISSING) -> float:
+        return float(self._get(name, (int, float), default, ()))
+
+    def flag(self, name: str, default: Any = _MISSING) -> bool:
+        return self._get(name, (bool,), default, ())
+
+    def text(self, name: str, default: Any = _MISSING) -> str:
+        return self._get(name, (str,), default, ())
+
+    def ints(self, name: str, default: Any = _MISSING) -> tuple[int, ...]:
+        value = self._get(name, (list, tuple), default, ())
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+            raise ConfigError(f"{self.where}: field {name!r} must be a list of integers, got {value!r}")
+        return tuple(value)
+
+    def group(self, name: str) -> Fields:
+        """A nested object; an absent one reads as empty."""
+        return Fields(self._get(name, (dict,), {}, ()), f"{self.where}: {name}")

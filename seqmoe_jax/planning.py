@@ -1,0 +1,144 @@
+"""How many slots a model gets, and what the device must hold: weights, slots, KV, workspace. All sizes in bytes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from seqmoe_jax.errors import ConfigError, ResidencyError
+from seqmoe_jax.models.spec import DenseSpec, ModelSpec
+from seqmoe_jax.prefill import CHUNK, block_rows
+
+MAX_BATCH = 8
+Residency = float | int | Literal["least"]
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a choice of slots, context and batch needs of device memory, in bytes."""
+
+    slots: int
+    residency: float
+    dense: int
+    slot_cache: int
+    kv: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.slot_cache + self.kv + self.workspace
+
+    def describe(self) -> str:
+        parts = {"weights": self.dense, "slots": self.slot_cache, "KV": self.kv, "workspace": self.workspace}
+        listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+        return f"{self.total / 1e9:.2f} GB on the device ({listed})"
+
+
+def parse_bytes(text: str | int) -> int:
+    """`"12GiB"`, `"800MB"`, `12_000_000_000` -> bytes. Raises `ConfigError`."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if not match or match[2] not in _UNITS:
+        raise ConfigError(f"cannot read {text!r} as a memory size; write it like 12GiB or 800MB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def least_slots(spec: ModelSpec, batch: int) -> int:
+    """The fewest slots that work: all experts that one layer of one step can need, min(B * K, E)."""
+    return min(batch * spec.moe.top_k, spec.moe.experts)
+
+
+def kv_capacity(length: int) -> int:
+    """Positions of KV allocated for a sequence of `length`: few values, so few programs are compiled."""
+    if length <= 4096:
+        return max(256, 1 << (length - 1).bit_length())
+    return -(-length // 4096) * 4096
+
+
+def dense_bytes(spec: ModelSpec, activation_bytes: int) -> int:
+    """Everything but experts, held in the activations' dtype."""
+    count = spec.vocab * spec.hidden * (1 if spec.tied else 2) + spec.hidden
+    for layer in spec.layers:
+        a = layer.attention
+        count += (a.heads + 2 * a.kv_heads) * a.head_dim * spec.hidden + a.heads * a.head_dim * spec.hidden
+        count += 2 * spec.hidden + 2 * a.head_dim
+        count += 3 * spec.hidden * layer.mlp.width if isinstance(layer.mlp, DenseSpec) else spec.hidden * layer.mlp.experts
+    return count * activation_bytes
+
+
+def kv_bytes(spec: ModelSpec, batch: int, context: int, activation_bytes: int) -> int:
+    per_token = sum(2 * layer.attention.kv_heads * layer.attention.head_dim for layer in spec.layers)
+    return per_token * batch * kv_capacity(context) * activation_bytes
+
+
+def workspace_bytes(spec: ModelSpec, batch: int, context: int) -> int:
+    """Upper estimate of temporaries: the widest of prefill's expert outputs, its attention scores, and the logits."""
+    tokens = CHUNK
+    moe = spec.moe
+    rows = block_rows(tokens)
+    blocks = -(-tokens * moe.top_k // rows) + min(moe.experts, tokens * moe.top_k)
+    # Expert outputs in float32, hidden activations of the experts, and the gathered inputs.
+    grouped = blocks * rows * (4 * spec.hidden + 4 * moe.width + 4 * spec.hidden)
+    heads = max(layer.attention.heads for layer in spec.layers)
+    scores = 3 * 4 * heads * min(tokens, 256 * batch) * kv_capacity(context)
+    return max(grouped, scores, 8 * batch * spec.vocab) + (64 << 20)
+
+
+def make_plan(
+    spec: ModelSpec,
+    *,
+    residency: Residency | None = None,
+    device_memory: int | None = None,
+    available: int | None = None,
+    batch: int = 1,
+    context: int = 2048,
+    activation_dtype: np.dtype | type = np.float32,
+) -> Plan:
+    """Slots from a residency, from a budget in bytes, or from what the device has `available`.
+
+    Raises `ResidencyError` where the residency is out of range, too small for K and B, or does not fit.
+    """
+    if residency is not None and device_memory is not None:
+        raise ConfigError("give either a residency or a device memory, not both")
+    if not 1 <= batch <= MAX_BATCH:
+        raise ConfigError(f"a batch has 1 to {MAX_BATCH} sequences, got {batch}")
+    size = np.dtype(activation_dtype).itemsize
+    fixed = dict(
+        dense=dense_bytes(spec, size),
+        kv=kv_bytes(spec, batch, context, size),
+        workspace=workspace_bytes(spec, batch, context),
+    )
+    block = spec.expert_layout.block_bytes
+    least = least_slots(spec, batch)
+    lowest = f"the least is {least} slots (residency {least / spec.num_keys:.4f}) for {batch} sequence(s), K={spec.moe.top_k}"
+    budget = device_memory if device_memory is not None else available
+    if residency == "least":
+        slots = least
+    elif residency is not None:
+        if not 0 < residency <= 1:
+            raise ResidencyError(f"residency must be in (0, 1], got {residency}; {lowest}")
+        slots = int(residency * spec.num_keys + 1e-9)
+        if slots < least:
+            raise ResidencyError(f"residency {residency} gives {slots} of {spec.num_keys} experts a slot; {lowest}")
+    elif budget is None:
+        slots = spec.num_keys
+    else:
+        slots = min(spec.num_keys, (budget - sum(fixed.values())) // block)
+        if slots < least:
+            need = sum(fixed.values()) + least * block
+            raise ResidencyError(
+                f"{budget / 1e9:.2f} GB of device memory is not enough: this model needs at least {need / 1e9:.2f} GB "
+                f"with context {context} and batch {batch}; allow more, or shorten the context"
+            )
+    plan = Plan(slots=slots, residency=slots / spec.num_keys, slot_cache=slots * block, **fixed)
+    if available is not None and plan.total > available:
+        raise ResidencyError(
+            f"residency {plan.residency:.3f} needs {plan.describe()} but {available / 1e9:.2f} GB are available; "
+            "lower the residency, the context or the batch"
+        )
+    return plan

@@ -1,0 +1,106 @@
+"""Prompts through the model, layer by layer (paper 8.4): one small program per prompt-length bucket, used for every layer.
+
+Unlike decoding, prefill is not one graph: lengths vary, a layer takes long enough to hide its dispatch, and one
+program for all layers keeps compilation short.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
+
+from seqmoe_jax.decode import Sequences, StepConfig, StepOutput, choose, logits_of
+from seqmoe_jax.experts.cache import SlotCache, moe_prefill
+from seqmoe_jax.models.layers import KV, attention, dense_mlp, mask_inactive, rms_norm, route
+from seqmoe_jax.models.spec import LayerSpec, MoESpec
+from seqmoe_jax.models.weights import LayerWeights, ModelWeights, RouterWeights
+from seqmoe_jax.sampling import SamplingParams
+
+CHUNK = 1024  # most tokens (over all sequences) that pass a layer at once: bounds prefill's workspace
+SMALLEST_BUCKET = 16
+
+
+def bucket(length: int) -> int:
+    """The padded length of a chunk: the next power of two, so few lengths are ever compiled."""
+    return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
+
+
+def chunk_length(batch: int) -> int:
+    """Longest chunk of each of `batch` sequences."""
+    return max(SMALLEST_BUCKET, CHUNK // batch)
+
+
+def block_rows(tokens: int) -> int:
+    """Rows of a block of tokens that share an expert: large enough to feed matrix units, small enough to waste little."""
+    return 64 if tokens >= 512 else 16
+
+
+@jax.jit
+def embed_chunk(
+    embed: Float[Array, "V H"], tokens: Int[Array, "B T"], start: Int[Array, ""]
+) -> tuple[Float[Array, "B T H"], Int[Array, "B T"]]:
+    """Embeddings of a chunk and the positions of its tokens."""
+    positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    return embed[tokens], jnp.broadcast_to(positions, tokens.shape)
+
+
+@partial(jax.jit, static_argnames=("layer", "config"), donate_argnums=(0, 1, 2))
+def layer_chunk(
+    x: Float[Array, "B T H"],
+    kv: KV,
+    cache: SlotCache,
+    weights: LayerWeights,
+    pool: Shaped[Array, "E n"] | None,
+    positions: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+    moe_index: Int[Array, ""],
+    *,
+    layer: LayerSpec,
+    config: StepConfig,
+) -> tuple[Float[Array, "B T H"], KV, SlotCache, Int32[Array, "3"], Int32[Array, " E"]]:
+    """One layer over one chunk. Returns the counts (routed, hits, misses) and the tokens each expert got."""
+    eps, experts = config.spec.norm_eps, config.cache.experts
+    normed = rms_norm(x, weights.attention_norm, eps)
+    mixed, kv = attention(normed, kv, positions, weights.attention, layer.attention, eps)
+    x = x + mixed
+    normed = rms_norm(x, weights.mlp_norm, eps)
+    if not isinstance(layer.mlp, MoESpec) or not isinstance(weights.mlp, RouterWeights):
+        return x + dense_mlp(normed, weights.mlp), kv, cache, jnp.zeros(3, jnp.int32), jnp.zeros(experts, jnp.int32)
+    flat = normed.reshape(-1, x.shape[-1])
+    ids, expert_weights = route(flat, weights.mlp.router, layer.mlp)
+    ids = mask_inactive(ids, valid.reshape(-1))
+    y, cache, counts, tokens_of = moe_prefill(
+        flat, ids, expert_weights, cache, pool, moe_index, config.cache, rows=block_rows(flat.shape[0])
+    )
+    return x + y.astype(x.dtype).reshape(x.shape), kv, cache, counts, tokens_of
+
+
+@jax.jit
+def keep_last(
+    last: Float[Array, "B H"], x: Float[Array, "B T H"], start: Int[Array, ""], lengths: Int[Array, " B"]
+) -> Float[Array, "B H"]:
+    """The hidden state of each prompt's last token, taken from the chunk that holds it."""
+    index = lengths - 1 - start
+    inside = (index >= 0) & (index < x.shape[1])
+    rows = jnp.take_along_axis(x, jnp.clip(index, 0, x.shape[1] - 1)[:, None, None], axis=1)[:, 0]
+    return jnp.where(inside[:, None], rows, last)
+
+
+@partial(jax.jit, static_argnames="config", donate_argnums=0)
+def first_token(
+    sequences: Sequences,
+    last: Float[Array, "B H"],
+    weights: ModelWeights,
+    sampling: SamplingParams,
+    end_tokens: Int[Array, " N"],
+    counts: Int[Array, "3"],
+    *,
+    config: StepConfig,
+) -> tuple[Sequences, StepOutput]:
+    """Samples the token after each prompt. `sequences.position` holds the prompts' lengths."""
+    logits = logits_of(last, weights, config.spec)
+    sequences, token, end = choose(logits, sequences, sampling, end_tokens, sequences.position, config)
+    return sequences, StepOutput.pack(token, end, counts)

@@ -1,0 +1,76 @@
+"""Sampling draws from the distribution that the options describe."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.sampling import SamplingConfig, SamplingParams, filter_logits, greedy, sample
+
+VOCAB = 12
+
+
+def kept(logits, **options) -> list[int]:
+    params = SamplingParams.of(SamplingConfig(temperature=1.0, **options), 1)
+    return np.flatnonzero(np.isfinite(np.asarray(filter_logits(jnp.asarray([logits], jnp.float32), params))[0])).tolist()
+
+
+def expected(logits, top_k, top_p, min_p) -> list[int]:
+    """The filters one after another, in plain NumPy."""
+    p = np.exp(np.asarray(logits, np.float64) - max(logits))
+    p /= p.sum()
+    order = np.argsort(-p, kind="stable")
+    alive = order[: top_k or len(p)]
+    q = p[alive] / p[alive].sum()
+    count = int(np.searchsorted(np.cumsum(q), top_p - 1e-9) + 1)
+    alive = alive[: max(1, count)]
+    return sorted(i for i in alive if p[i] >= min_p * p.max() * (1 - 1e-6))
+
+
+@given(
+    st.permutations(range(VOCAB)),
+    st.integers(0, VOCAB),
+    st.sampled_from([0.1, 0.35, 0.5, 0.8, 0.97, 1.0]),
+    st.sampled_from([0.0, 0.05, 0.3]),
+)
+@settings(deadline=None, max_examples=60)
+def test_filters_keep_what_their_definitions_keep(order, top_k, top_p, min_p):
+    logits = [0.37 * rank for rank in order]  # distinct, so no set depends on how ties fall
+    assert kept(logits, top_k=top_k, top_p=top_p, min_p=min_p) == expected(logits, top_k, top_p, min_p)
+
+
+def test_draws_follow_the_softmax():
+    logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]]))
+    params = SamplingParams.of(SamplingConfig(temperature=1.0, seed=3), 1)
+    draws = jax.vmap(lambda position: sample(logits, params, position[None]))(jnp.arange(4000))
+    shares = np.bincount(np.asarray(draws).ravel(), minlength=4) / 4000
+    np.testing.assert_allclose(shares, [0.5, 0.3, 0.15, 0.05], atol=0.03)
+
+
+def test_temperature_sharpens():
+    logits = jnp.asarray([[1.0, 0.0]])
+    cold = SamplingParams.of(SamplingConfig(temperature=0.05), 1)
+    assert int(sample(logits, cold, jnp.zeros(1, jnp.int32))[0]) == 0
+
+
+def test_a_draw_depends_on_seed_and_position_not_on_the_batch():
+    logits = jnp.tile(jnp.linspace(0, 1, VOCAB)[None], (3, 1))
+    params = SamplingParams.of(SamplingConfig(temperature=2.0, seed=7), 3)
+    together = sample(logits, params, jnp.asarray([4, 5, 6]))
+    last = jax.tree.map(lambda leaf: leaf[2:], params)
+    assert int(sample(logits[2:], last, jnp.asarray([6]))[0]) == int(together[2])
+
+
+def test_greedy_takes_the_lowest_of_equals():
+    assert int(greedy(jnp.asarray([[1.0, 3.0, 3.0]]))[0]) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": 1.0}, {"top_k": -1}, {"seed": -1}]
+)
+def test_impossible_options_are_named(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        SamplingConfig(**options)
