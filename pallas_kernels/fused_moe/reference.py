@@ -21,6 +21,31 @@ def combine_routes(
     return out
 
 
+def read_slot(slots: Shaped[Array, "S n"], slot: Int[Array, ""]) -> Shaped[Array, " n"]:
+    """One expert's block, read inside a loop without any copy of `slots`.
+
+    XLA's CPU backend has no bf16 slices: it would slice a float32 copy of the whole array. So bf16 is sliced as
+    integers; and the barrier ties the array to the loop's step, or the reinterpreted array would be made before the loop.
+    """
+    slots, slot = jax.lax.optimization_barrier((slots, slot))
+    if slots.dtype.itemsize != 2:
+        return jax.lax.dynamic_index_in_dim(slots, slot, keepdims=False)
+    bits = jax.lax.bitcast_convert_type(slots, jnp.uint16)
+    return jax.lax.bitcast_convert_type(jax.lax.dynamic_index_in_dim(bits, slot, keepdims=False), slots.dtype)
+
+
+def expert(
+    rows: Float[Array, "M H"], block: Shaped[Array, " n"], hidden: jnp.dtype, layout: ExpertLayout
+) -> Float32[Array, "M H"]:
+    """`down @ (silu(gate @ x) * (up @ x))` for every row x, the product rounded to dtype `hidden`."""
+
+    def product(name: str, rows: Float[Array, "M cols"]) -> Float32[Array, "M rows"]:
+        weight = unpack_weight(block, layout, name)
+        return jnp.einsum("mc,rc->mr", rows.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
+
+    return product("down", swiglu(product("gate", rows), product("up", rows)).astype(hidden))
+
+
 def fused_moe(
     x: Float[Array, "B H"],
     slots: Shaped[Array, "S n"],
@@ -29,14 +54,26 @@ def fused_moe(
     *,
     layout: ExpertLayout,
 ) -> Float32[Array, "B H"]:
-    def route(x: Float[Array, " H"], slot: Int[Array, ""]) -> Float32[Array, " H"]:
-        block = slots[jnp.maximum(slot, 0)]
-        matvec = lambda name, v: jnp.einsum(  # noqa: E731
-            "rc,c->r", unpack_weight(block, layout, name), v, precision=jax.lax.Precision.HIGHEST
-        )
-        wide = x.astype(jnp.float32)
-        h = swiglu(matvec("gate", wide), matvec("up", wide)).astype(hidden_dtype(x))
-        return matvec("down", h.astype(jnp.float32))
+    batch, per_token = slot_ids.shape
+    safe = jnp.maximum(slot_ids, 0).reshape(-1)
+    hidden = hidden_dtype(x)
 
-    y = jax.vmap(jax.vmap(route, in_axes=(None, 0)))(x, slot_ids)
-    return combine_routes(y, slot_ids, weights)
+    def one_by_one(
+        x: Float[Array, "B H"], slots: Shaped[Array, "S n"], ids: Int[Array, " R"]
+    ) -> Float32[Array, "R H"]:
+        def step(i: Int[Array, ""], y: Float32[Array, "R H"]) -> Float32[Array, "R H"]:
+            row = jax.lax.dynamic_slice_in_dim(x, i // per_token, 1)
+            value = expert(row, read_slot(slots, ids[i]), hidden, layout)
+            return jax.lax.dynamic_update_slice_in_dim(y, value, i, axis=0)
+
+        return jax.lax.fori_loop(0, ids.shape[0], step, jnp.zeros((ids.shape[0], x.shape[1]), jnp.float32))
+
+    def all_at_once(
+        x: Float[Array, "B H"], slots: Shaped[Array, "S n"], ids: Int[Array, " R"]
+    ) -> Float32[Array, "R H"]:
+        rows = jnp.repeat(x, per_token, axis=0)[:, None]
+        return jax.vmap(lambda row, slot: expert(row, slots[slot], hidden, layout))(rows, ids)[:, 0]
+
+    # GPUs fuse the gather of experts into the products; CPUs copy, and multiply batches of matrices slowly.
+    y = jax.lax.platform_dependent(x, slots, safe, cpu=one_by_one, default=all_at_once)
+    return combine_routes(y.reshape(batch, per_token, -1), slot_ids, weights)

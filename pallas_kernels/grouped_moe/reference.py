@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from pallas_kernels.fused_moe.swiglu import hidden_dtype, swiglu, unpack_weight
+from pallas_kernels.fused_moe.reference import expert, read_slot
+from pallas_kernels.fused_moe.swiglu import hidden_dtype
 from pallas_kernels.grouped_moe.blocks import active_first
 from pallas_kernels.layout import ExpertLayout
 
@@ -26,13 +27,8 @@ def grouped_moe(
     # products of one expert at a time never gather the slots.
     def step(i: Int[Array, ""], out: Float32[Array, "N M H"]) -> Float32[Array, "N M H"]:
         n = order[i]
-        block = jax.lax.dynamic_index_in_dim(slots, block_slots[n], keepdims=False)
-        product = lambda name, v: jnp.einsum(  # noqa: E731
-            "mc,rc->mr", v, unpack_weight(block, layout, name), precision=jax.lax.Precision.HIGHEST
-        )
-        wide = x[jnp.maximum(block_rows[n], 0)].astype(jnp.float32)
-        h = swiglu(product("gate", wide), product("up", wide)).astype(hidden_dtype(x))
-        y = product("down", h.astype(jnp.float32))
+        rows = x[jnp.maximum(block_rows[n], 0)]
+        y = expert(rows, read_slot(slots, block_slots[n]), hidden_dtype(x), layout)
         y = jnp.where(block_rows[n, :, None] >= 0, y, 0.0)
         return jax.lax.dynamic_update_index_in_dim(out, y, n, axis=0)
 
