@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import jax
 from jaxtyping import Array, Float
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class AttentionWeights:
+class AttentionWeights(NamedTuple):
     """Query, key and value projections are one matrix, rows in that order: one product instead of three."""
 
     qkv: Float[Array, "NGGD H"]
@@ -19,31 +16,23 @@ class AttentionWeights:
     k_norm: Float[Array, " D"]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class DenseWeights:
+class DenseWeights(NamedTuple):
     gate_up: Float[Array, "FF H"]
     down: Float[Array, "H F"]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class RouterWeights:
+class RouterWeights(NamedTuple):
     router: Float[Array, "E H"]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class LayerWeights:
+class LayerWeights(NamedTuple):
     attention_norm: Float[Array, " H"]
     attention: AttentionWeights
     mlp_norm: Float[Array, " H"]
     mlp: DenseWeights | RouterWeights
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class ModelWeights:
+class ModelWeights(NamedTuple):
     embed: Float[Array, "V H"]
     layers: tuple[LayerWeights, ...]
     norm: Float[Array, " H"]

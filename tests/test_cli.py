@@ -1,0 +1,170 @@
+"""The command line: bad input is one line and exit status 2; good input prints text or JSON."""
+
+import json
+import shutil
+
+import pytest
+
+from scripts.make_random_checkpoint import make_config, write_checkpoint
+from seqmoe_jax.cli import main
+from seqmoe_jax.compilation import VARIABLE
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny model with a byte-level tokenizer."""
+    tokenizers = pytest.importorskip("tokenizers")
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    config = make_config(layers=2, experts=8, top_k=2, hidden=64, width=32, vocab=300)
+    write_checkpoint(directory, config | {"max_position_embeddings": 128, "eos_token_id": None})
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def run(capsys, *arguments):
+    status = main(["generate", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_json_has_tokens_and_every_statistic(checkpoint, capsys):
+    status, out, _ = run(capsys, checkpoint, "--prompt", "hello", "--max-new-tokens", 5, "--residency", 0.5, "--json")
+    assert status == 0
+    result = json.loads(out)
+    assert len(result["tokens"]) == 5
+    assert result["finish_reason"] == "length"
+    assert isinstance(result["text"], str)
+    stats = result["stats"]
+    for name in ("tokens_per_second", "ttft_s", "hit_rate", "experts_loaded", "bytes_moved", "residency", "slots"):
+        assert stats[name] >= 0, name
+    assert (stats["policy"], stats["backend"], stats["kernels"]) == ("seqmoe", "cpu", "xla")
+    assert stats["slots"] == 8
+    assert stats["residency"] == 0.5
+
+
+def test_text_is_the_prompt_and_what_follows_then_a_summary(checkpoint, capsys):
+    status, out, err = run(capsys, checkpoint, "--prompt", "hello", "--max-new-tokens", 3, "--residency", "least")
+    assert status == 0
+    assert out.startswith("hello")
+    assert "hit rate" in err.splitlines()[-1]
+
+
+def test_a_batch_gives_a_list(checkpoint, capsys):
+    status, out, _ = run(
+        capsys, checkpoint, "--prompt", "a", "--prompt", "bc", "--max-new-tokens", 2, "--policy", "lru", "--json"
+    )
+    assert status == 0
+    assert [len(item["tokens"]) for item in json.loads(out)] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompt", ""], "empty"),
+        (["--prompt", "x" * 127, "--max-new-tokens", "2"], "context is 128"),
+        (["--prompt", "a", "--residency", "1.5"], "(0, 1]"),
+        (["--prompt", "a", "--residency", "0.01"], "the least is 2 slots"),
+        (["--prompt", "a", "--prompt", "b", "--residency", "0.15"], "2 sequence"),
+        (["--prompt", "a", "--policy", "magic"], "unknown policy"),
+        (["--prompt", "a", "--device-memory", "much"], "memory size"),
+        (["--prompt", "a", "--device-memory", "1MB"], "needs at least"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "at least 1"),
+        (["--prompt", "a", "--dtype", "int4"], "dtype"),
+        (["--prompt", "a", "--stop", ""], "stop"),
+    ],
+)
+def test_bad_options_are_one_line_and_status_2(checkpoint, capsys, arguments, words):
+    status, out, err = run(capsys, checkpoint, "--json", *arguments)
+    assert (status, out) == (2, "")
+    assert words in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def damage_nothing_there(directory):
+    shutil.rmtree(directory)
+
+
+def damage_config(directory):
+    (directory / "config.json").write_text("{")
+
+
+def damage_architecture(directory):
+    (directory / "config.json").write_text(json.dumps({"model_type": "bert"}))
+
+
+def damage_tokenizer(directory):
+    (directory / "tokenizer.json").unlink()
+
+
+def damage_truncate(directory):
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def damage_header(directory):
+    file = directory / "model.safetensors"
+    file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:])
+
+
+def damage_shape(directory):
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 64}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (damage_nothing_there, "no such directory"),
+        (damage_config, "config.json"),
+        (damage_architecture, "'bert' is not supported"),
+        (damage_tokenizer, "tokenizer.json"),
+        (damage_truncate, "model.safetensors"),
+        (damage_header, "model.safetensors"),
+        (damage_shape, "wrong shape"),
+    ],
+)
+def test_damaged_models_are_one_line_and_status_2(checkpoint, tmp_path, capsys, damage, words):
+    copy = tmp_path / "model"
+    shutil.copytree(checkpoint, copy)
+    damage(copy)
+    status, out, err = run(capsys, copy, "--prompt", "a", "--json")
+    assert (status, out) == (2, "")
+    assert words in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_an_unwritable_cache_directory_is_named(checkpoint, tmp_path, capsys, monkeypatch):
+    import jax
+
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "below"))
+    try:
+        status, _, err = run(capsys, checkpoint, "--prompt", "a", "--json")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert status == 2
+    assert VARIABLE in err
+
+
+def test_doctor_says_what_runs(capsys):
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["kernels"] == "xla"
+    assert report["backend"] == "cpu"
+    assert "pinned_host" in report["memory_kinds"]
+    assert report["host_to_device"] > 0
+    assert "qwen3-30b-a3b-fp8" in report["presets"]
+    assert main(["doctor"]) == 0
+    assert "kernels: xla" in capsys.readouterr().out
