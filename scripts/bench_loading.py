@@ -18,13 +18,13 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.layout import swiglu_layout
-from seqmoe_jax.checkpoints.names import check_names, qwen3_moe_names
+from seqmoe_jax.checkpoints.names import check_names, names_of
 from seqmoe_jax.checkpoints.read import iter_dense
 from seqmoe_jax.checkpoints.resolve import read_config
 from seqmoe_jax.checkpoints.safetensors import open_checkpoint
 from seqmoe_jax.errors import SeqMoEError
-from seqmoe_jax.experts.host_pool import expert_dtype, load_host_pool
+from seqmoe_jax.experts.host_pool import load_host_pool
+from seqmoe_jax.models.spec import spec_from_config
 
 
 def plain_read(files: list[Path]) -> float:
@@ -56,26 +56,22 @@ def peak_memory() -> int:
 
 def bench(directory: Path, *, workers: int | None, cold: bool) -> dict[str, Any]:
     device = jax.devices()[0]
-    config = read_config(directory)
+    spec = spec_from_config(read_config(directory))
     files = sorted(directory.glob("*.safetensors"))
     prepare: Callable[[list[Path]], object] = drop_cache if cold else (lambda files: None)
     before = peak_memory()
     prepare(files)
     start = time.perf_counter()
     checkpoint = open_checkpoint(directory)
-    names = qwen3_moe_names(config, checkpoint.names)
+    names = names_of(spec, checkpoint.names)
     check_names(checkpoint, names)
     opened = time.perf_counter()
-    dtype = expert_dtype(checkpoint, names, dtype=ml_dtypes.bfloat16)
-    hidden, width = config["hidden_size"], config["moe_intermediate_size"]
-    layout = swiglu_layout(hidden=hidden, width=width, dtype=dtype)
-    num_layers, num_experts = len(names.experts), len(names.experts[0])
     pool = load_host_pool(
         checkpoint,
         names,
-        layout,
-        num_layers=num_layers,
-        num_experts=num_experts,
+        spec.expert_layout,
+        num_layers=len(spec.moe_layers),
+        num_experts=spec.moe.experts,
         device=device,
         workers=workers,
     )

@@ -17,8 +17,9 @@ import ml_dtypes
 import numpy as np
 
 from seqmoe_jax.checkpoints.fp8 import FP8, scale_shape
-from seqmoe_jax.checkpoints.names import qwen3_moe_names
+from seqmoe_jax.checkpoints.names import names_of
 from seqmoe_jax.checkpoints.safetensors import INDEX, SINGLE
+from seqmoe_jax.models.spec import spec_from_config
 
 CODES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F8_E4M3": FP8, "F32": np.dtype(np.float32)}
 UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
@@ -77,7 +78,7 @@ def make_config(
 
 def entries(config: Mapping[str, Any]) -> Iterator[Entry]:
     """Every tensor of the checkpoint. Where the config says FP8, all but embedding, head and router are."""
-    names = qwen3_moe_names(config, frozenset())
+    names = names_of(spec_from_config(config), frozenset())
     quantized = "quantization_config" in config
     for source in names.sources():
         fp8 = quantized and source.tensor.endswith("_proj.weight")

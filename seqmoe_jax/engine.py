@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from pallas_kernels.backend import Implementation, resolve
-from seqmoe_jax.decode import EXHAUSTED, RUNNING, Offload, Sequences, StepConfig, StepOutput, jitted_step
+from seqmoe_jax.decode import RUNNING, Offload, Sequences, StepConfig, StepOutput, jitted_step
 from seqmoe_jax.errors import PromptError, ResidencyError
 from seqmoe_jax.experts.cache import (
     HITS,
@@ -27,7 +27,6 @@ from seqmoe_jax.experts.cache import (
     PINNED,
     ROUTED,
     CacheConfig,
-    SlotCache,
     empty_cache,
     keep,
     rescore,

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array
 
-from seqmoe_jax.checkpoints.names import check_names, qwen3_moe_names
+from seqmoe_jax.checkpoints.names import check_names, names_of
 from seqmoe_jax.checkpoints.read import iter_dense
 from seqmoe_jax.checkpoints.resolve import read_config, resolve_model
 from seqmoe_jax.checkpoints.safetensors import open_checkpoint
@@ -21,7 +21,13 @@ from seqmoe_jax.engine import Model
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.host_pool import load_host_pool, random_host_pool
 from seqmoe_jax.models.spec import ModelSpec, MoESpec, spec_from_config
-from seqmoe_jax.models.weights import AttentionWeights, DenseWeights, LayerWeights, ModelWeights, RouterWeights
+from seqmoe_jax.models.weights import (
+    AttentionWeights,
+    DenseWeights,
+    LayerWeights,
+    ModelWeights,
+    RouterWeights,
+)
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -54,10 +60,9 @@ def load_model(
     """
     device = device or jax.devices()[0]
     directory = resolve_model(model)
-    config = read_config(directory)
-    spec = spec_from_config(config)
+    spec = spec_from_config(read_config(directory))
     with open_checkpoint(directory) as checkpoint:
-        names = qwen3_moe_names(config, checkpoint.names)
+        names = names_of(spec, checkpoint.names)
         check_names(checkpoint, names)
         dense = {
             name: jax.device_put(array, device)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 from jaxtyping import Shaped
 
-from seqmoe_jax.errors import CheckpointError, ConfigError
+from seqmoe_jax.errors import CheckpointError
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 SCALE_DTYPES = tuple(
@@ -23,31 +21,6 @@ _PAIRS = _VALUES[np.arange(65536, dtype=np.uint16).view(np.uint8)].view(np.uint6
 CHUNK_ELEMS = (
     1 << 20
 )  # float32 working set of 4 MiB: stays in cache, and peak memory does not grow with the tensor
-
-
-def block_size(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and columns that share a scale, from a model's `config.json`; the default where it names no FP8.
-
-    Raises `ConfigError` for another `quant_method` or a malformed `weight_block_size`.
-    """
-    quantization = config.get("quantization_config")
-    if quantization is None:
-        return DEFAULT_BLOCK
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-    if method != "fp8":
-        raise ConfigError(
-            f"config.json: expected quant_method 'fp8' or no quantization_config, got {method!r}"
-        )
-    block = quantization.get("weight_block_size", DEFAULT_BLOCK)
-    valid = isinstance(block, list | tuple) and len(block) == 2
-    if not valid or not all(
-        isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in block
-    ):
-        raise ConfigError(
-            "config.json: expected quantization_config.weight_block_size of two positive integers, "
-            f"got {block!r}; FP8 with one scale per tensor is not supported"
-        )
-    return block[0], block[1]
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:

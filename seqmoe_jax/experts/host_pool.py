@@ -48,13 +48,6 @@ def default_workers() -> int:
     return min(16, os.cpu_count() or 1)
 
 
-def expert_dtype(checkpoint: Checkpoint, names: NameMap, *, dtype: np.dtype | type) -> np.dtype:
-    """The dtype for the expert layout: FP8 where the files hold it in 128 x 128 blocks, else `dtype`."""
-    first = names.experts[0][0]
-    stored = {checkpoint.info(source.tensor).dtype for source in first.values()}
-    return FP8 if stored == {FP8} and names.block == (FP8_BLOCK, FP8_BLOCK) else np.dtype(dtype)
-
-
 def load_host_pool(
     checkpoint: Checkpoint,
     names: NameMap,

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqmoe_jax.checkpoints import fp8
-from seqmoe_jax.checkpoints.fp8 import FP8, block_size, dequantize, scale_shape
-from seqmoe_jax.errors import CheckpointError, ConfigError
+from seqmoe_jax.checkpoints.fp8 import FP8, dequantize, scale_shape
+from seqmoe_jax.errors import CheckpointError
 
 
 def by_element(weight: np.ndarray, scale: np.ndarray, block: tuple[int, int], dtype: np.dtype) -> np.ndarray:
@@ -66,25 +66,6 @@ def test_ragged_last_blocks():
 def test_scales_that_do_not_fit(scale):
     with pytest.raises(CheckpointError, match=r"expected scales \[1, 1\] of float32"):
         dequantize(np.ones((4, 4), FP8), scale, dtype=np.float32)
-
-
-def test_block_size():
-    assert block_size({}) == (128, 128)
-    assert block_size({"quantization_config": {"quant_method": "fp8"}}) == (128, 128)
-    given_size = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 32]}}
-    assert block_size(given_size) == (16, 32)
-
-
-@pytest.mark.parametrize("block", [None, 128, [128], [0, 1], [1.5, 2], [True, 2], "ab"])
-def test_bad_block_sizes(block):
-    with pytest.raises(ConfigError, match="weight_block_size of two positive integers"):
-        block_size({"quantization_config": {"quant_method": "fp8", "weight_block_size": block}})
-
-
-@pytest.mark.parametrize("quantization", [{"quant_method": "awq"}, {}, "fp4", 3])
-def test_other_quantisations(quantization):
-    with pytest.raises(ConfigError, match="expected quant_method 'fp8'"):
-        block_size({"quantization_config": quantization})
 
 
 def test_widening_is_a_cast_for_every_value():

@@ -19,18 +19,18 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from make_random_checkpoint import make_config, write_checkpoint
 
 from pallas_kernels.layout import FP8, ExpertLayout, swiglu_layout
-from seqmoe_jax.checkpoints.names import check_names, qwen3_moe_names
+from seqmoe_jax.checkpoints.names import check_names, names_of
 from seqmoe_jax.checkpoints.read import read_part, read_source
 from seqmoe_jax.checkpoints.safetensors import Checkpoint, open_checkpoint
 from seqmoe_jax.checkpoints.sources import NameMap
 from seqmoe_jax.errors import CheckpointError, ConfigError
 from seqmoe_jax.experts.host_pool import (
     allocate_layer,
-    expert_dtype,
     load_host_pool,
     random_host_pool,
     writable_bytes,
 )
+from seqmoe_jax.models.spec import spec_from_config
 
 LAYERS, EXPERTS, HIDDEN, WIDTH = 3, 4, 256, 192
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -48,7 +48,7 @@ def written(directory: Path, dtype: str, **sizes: int) -> tuple[Checkpoint, Name
     )
     write_checkpoint(directory, config, shard_size=10**6)
     checkpoint = open_checkpoint(directory)
-    names = qwen3_moe_names(config, checkpoint.names)
+    names = names_of(spec_from_config(config), checkpoint.names)
     check_names(checkpoint, names)
     return checkpoint, names
 
@@ -101,12 +101,6 @@ def test_every_expert_is_packed_as_its_layout_says(tmp_path: Path, stored: str, 
             np.testing.assert_array_equal(row.view(np.uint8), expected.view(np.uint8))
     assert steps[-1][0] == steps[-1][1]
     assert steps == sorted(steps)
-
-
-def test_expert_dtype(tmp_path: Path):
-    assert expert_dtype(*written(tmp_path / "a", "fp8"), dtype=BF16) == FP8
-    assert expert_dtype(*written(tmp_path / "b", "fp8", block=16), dtype=BF16) == BF16
-    assert expert_dtype(*written(tmp_path / "c", "bf16"), dtype=np.float32) == np.dtype(np.float32)
 
 
 def test_layouts_that_the_files_cannot_fill(tmp_path: Path):

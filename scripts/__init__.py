@@ -1,0 +1,1 @@
+"""What a maintainer runs; not part of the installed package."""
