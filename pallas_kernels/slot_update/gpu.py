@@ -144,7 +144,7 @@ def _kernel(
                 landing = jnp.min(jnp.where(fresh & (slot_key == key), slots, OUTSIDE))
                 is_miss = landing == OUTSIDE
             else:
-                landing, is_miss = jnp.int32(OUTSIDE), jnp.bool_(True)
+                landing, is_miss = slot, lane < OUTSIDE  # true; the lowering takes no literals here
             take = is_miss & ~protected & exists
 
             @pl.when(take)
@@ -182,7 +182,7 @@ def _kernel(
 
     def nothing(found: Array) -> tuple[Array, Array, Array, Array]:
         none = jnp.full_like(lanes, -1)
-        return jnp.int32(0), found, none, none
+        return num_distinct - num_hits, found, none, none  # 0; the lowering does not take a literal here
 
     num_misses, found, miss_expert, miss_slot = jax.lax.cond(num_hits < num_distinct, replace, nothing, found)
     for ref, value in ((slots_of_ids_ref, found), (miss_expert_ref, miss_expert), (miss_slot_ref, miss_slot)):

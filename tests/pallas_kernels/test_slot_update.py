@@ -147,12 +147,12 @@ reservations = st.tuples(
     st.integers(0, 4),
 )
 cancellations = st.tuples(st.just("cancel"), st.lists(st.integers(-1, SLOTS - 1), min_size=2, max_size=2))
-events = st.lists(st.one_of(layer_calls, layer_calls, reservations, cancellations), max_size=30)
+events = st.lists(st.one_of(layer_calls, layer_calls, reservations, cancellations), max_size=20)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("engine", [False, True])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(events=events)
 def test_any_history_equals_the_oracle(rule, engine, events):
     tables, oracle, clock = empty_tables(KEYS, SLOTS), Oracle(KEYS, SLOTS), 0
