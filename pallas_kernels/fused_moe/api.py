@@ -28,14 +28,15 @@ def fused_moe(
       slots: the slot cache, one expert block of `layout` per row.
       slot_ids: slot of each route's expert; -1 for an inactive route, which contributes nothing.
       weights: router weights, used as they come (no normalisation), in float32.
-      layout: where gate, up and down lie in a block; bf16, f16, f32, or FP8 e4m3 with a scale per 128 x 128 block.
+      layout: where gate, up and down lie in a block; bf16, f16, f32, or FP8 e4m3 with a scale per 128 x 128
+        block.
       implementation: `xla`, `gpu` or `tpu`; by default the best of this process's backend.
       interpret: run a Pallas implementation in the interpreter, on any backend.
       config: block shapes of the GPU kernels; by default chosen from the expert's shape.
 
-    Sums are float32. With bf16 `x` the value `silu(g) * u` is rounded to bf16 before the down projection, as in
-    Hugging Face's models; with float32 nothing is rounded. The sum over k is in ascending order in float32. The result does
-    not depend on which slots the experts sit in, to the bit.
+    Sums are float32. With bf16 `x` the value `silu(g) * u` is rounded to bf16 before the down projection, as
+    in Hugging Face's models; with float32 nothing is rounded. The sum over k is in ascending order in
+    float32. The result does not depend on which slots the experts sit in, to the bit.
     """
     hidden = layout.field("down").shape[0]
     if x.shape[1] != hidden or slots.shape[1] != layout.block_elems or slots.dtype != layout.storage:
@@ -47,7 +48,9 @@ def fused_moe(
         case "gpu":
             from pallas_kernels.fused_moe import gpu
 
-            return gpu.fused_moe(x, slots, slot_ids, weights, layout=layout, config=config, interpret=interpret)
+            return gpu.fused_moe(
+                x, slots, slot_ids, weights, layout=layout, config=config, interpret=interpret
+            )
         case "tpu":
             from pallas_kernels.fused_moe import tpu
 

@@ -11,15 +11,17 @@ import jax
 from pallas_kernels.fused_moe.swiglu import is_fp8, sizes
 from pallas_kernels.layout import FP8_BLOCK, ExpertLayout
 
+Fp8Mode = Literal["convert", "bits"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Block shapes of the two GPU kernels; all powers of two.
 
-    A program of the first kernel makes `up_rows` of the F hidden values of one route, reading `up_cols` of H at a
-    time; one of the second makes `down_rows` of the H outputs, reading `down_cols` of F at a time. For FP8 experts
-    rows divide 128 and columns are multiples of it. `fp8` says how e4m3 becomes float32: by the hardware's
-    conversion (compute capability 8.9 or newer) or by moving the bits into a float16.
+    A program of the first kernel makes `up_rows` of the F hidden values of one route, reading `up_cols` of H
+    at a time; one of the second makes `down_rows` of the H outputs, reading `down_cols` of F at a time. For
+    FP8 experts rows divide 128 and columns are multiples of it. `fp8` says how e4m3 becomes float32: by the
+    hardware's conversion (compute capability 8.9 or newer) or by moving the bits into a float16.
     """
 
     up_rows: int = 2
@@ -28,7 +30,7 @@ class Config:
     down_rows: int = 2
     down_cols: int = 512
     down_warps: int = 4
-    fp8: Literal["convert", "bits"] = "convert"
+    fp8: Fp8Mode = "convert"
 
     def __post_init__(self) -> None:
         for name in ("up_rows", "up_cols", "up_warps", "down_rows", "down_cols", "down_warps"):
@@ -50,14 +52,14 @@ class Config:
 
 
 def chunk(size: int, *, most: int, least: int = 128) -> int:
-    """The largest power of two up to `most` that pads `size` by at most an eighth; at least `least`, masked."""
+    """The largest power of two up to `most` that pads `size` by at most an eighth; never below `least`."""
     block = most
     while block > least and math.ceil(size / block) * block - size > size // 8:
         block //= 2
     return block
 
 
-def fp8_mode() -> Literal["convert", "bits"]:
+def fp8_mode() -> Fp8Mode:
     """The hardware conversion unless this process's GPU is known to lack it."""
     if jax.default_backend() != "gpu":
         return "convert"
@@ -68,8 +70,9 @@ def fp8_mode() -> Literal["convert", "bits"]:
 def default_config(layout: ExpertLayout) -> Config:
     """Block shapes from the expert's shape, after a sweep at H=2048, F=1536 bf16 on an H200.
 
-    Best there: 2 rows and whole H in one warp (each thread has 512 bytes of gate and up in flight), then 2 rows and
-    512 of F in 4 warps (one 16-byte load a thread). Other shapes and dtypes keep those bytes per thread.
+    Best there: 2 rows and whole H in one warp (each thread has 512 bytes of gate and up in flight), then 2
+    rows and 512 of F in 4 warps (one 16-byte load a thread). Other shapes and dtypes keep those bytes per
+    thread.
     """
     hidden, width = sizes(layout)
     itemsize = layout.field("gate").dtype.itemsize

@@ -1,8 +1,8 @@
 """Decode MoE for NVIDIA GPUs: two matrix-vector kernels, Pallas with the Triton lowering.
 
-At batch 1 the layer is a read of K experts from memory, so the kernels are built around loads: a program takes few
-whole rows, every thread has several 16-byte loads in flight, and nothing is shared between programs. There are no
-atomics: the same expert gives the same bits in any slot.
+At batch 1 the layer is a read of K experts from memory, so the kernels are built around loads: a program
+takes few whole rows, every thread has several 16-byte loads in flight, and nothing is shared between
+programs. There are no atomics: the same expert gives the same bits in any slot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from pallas_kernels.fused_moe import tiles
-from pallas_kernels.fused_moe.config import Config, default_config
+from pallas_kernels.fused_moe.config import Config, Fp8Mode, default_config
 from pallas_kernels.fused_moe.reference import combine_routes
 from pallas_kernels.fused_moe.swiglu import hidden_dtype, is_fp8, sizes, swiglu
 from pallas_kernels.layout import FP8_BLOCK, ExpertLayout
@@ -34,7 +34,7 @@ def _rows_dot(
     name: str,
     rows: int,
     cols: int,
-    mode: str,
+    mode: Fp8Mode,
 ) -> Float32[Array, " rows"]:
     """`matrix[row : row + rows] @ vector` of the expert in `slot`; the loop over columns is unrolled."""
     height, width = layout.field(name).shape
@@ -48,8 +48,8 @@ def _rows_dot(
         if bytes_ref is None:
             total = total + jnp.sum(tile.astype(jnp.float32) * vector[None, :], axis=1)
             continue
-        # Scales go onto the sums of 128 products, not onto the weights: 1/128 of the multiplications. A program's
-        # rows lie in one row of blocks, because their number divides 128.
+        # Scales go onto the sums of 128 products, not onto the weights: 1/128 of the multiplications. A
+        # program's rows lie in one row of blocks, because their number divides 128.
         product = tiles.fp8_values(tile, mode).astype(jnp.float32) * vector[None, :]
         sums = jnp.sum(product.reshape(rows, cols // FP8_BLOCK, FP8_BLOCK), axis=2)
         scales = tiles.load_scales(
@@ -70,7 +70,7 @@ def _kernel(
     layout: ExpertLayout,
     rows: int,
     cols: int,
-    mode: str,
+    mode: Fp8Mode,
 ) -> None:
     """`finish(*(rows of matrix @ vector for each name))` for one route and one group of rows."""
     *maybe_bytes, out_ref = refs
@@ -82,20 +82,34 @@ def _kernel(
     source = jax.lax.div(route, jnp.int32(per_vector))
 
     def load_vector(start: int) -> Float32[Array, " cols"]:
-        part = tiles.load(vector_ref.at[source, tiles.span(start, cols, width)], tiles.bound(start, cols, width))
+        part = tiles.load(
+            vector_ref.at[source, tiles.span(start, cols, width)], tiles.bound(start, cols, width)
+        )
         return part.astype(jnp.float32)
 
     @pl.when(slot >= 0)
     def _active() -> None:
         values = [
             _rows_dot(
-                load_vector, rows_ref, bytes_ref, slot, row, layout=layout, name=name, rows=rows, cols=cols, mode=mode
+                load_vector,
+                rows_ref,
+                bytes_ref,
+                slot,
+                row,
+                layout=layout,
+                name=name,
+                rows=rows,
+                cols=cols,
+                mode=mode,
             )
             for name in names
         ]
-        plgpu.store(out_ref.at[route, pl.ds(row, rows)], finish(*values).astype(out_ref.dtype), mask=store_mask)
+        plgpu.store(
+            out_ref.at[route, pl.ds(row, rows)], finish(*values).astype(out_ref.dtype), mask=store_mask
+        )
 
-    # An inactive route's row is left unwritten: the down kernel does not read it, `combine_routes` selects it away.
+    # An inactive route's row is left unwritten: the down kernel does not read it, `combine_routes` selects it
+    # away.
 
 
 def _call(
@@ -110,7 +124,7 @@ def _call(
     rows: int,
     cols: int,
     warps: int,
-    mode: str,
+    mode: Fp8Mode,
     interpret: bool,
 ) -> Float[Array, "R rows"]:
     height, width = layout.field(names[0]).shape

@@ -24,8 +24,9 @@ def combine_routes(
 def read_slot(slots: Shaped[Array, "S n"], slot: Int[Array, ""]) -> Shaped[Array, " n"]:
     """One expert's block, read inside a loop without any copy of `slots`.
 
-    XLA's CPU backend has no bf16 slices: it would slice a float32 copy of the whole array. So bf16 is sliced as
-    integers; and the barrier ties the array to the loop's step, or the reinterpreted array would be made before the loop.
+    XLA's CPU backend has no bf16 slices: it would slice a float32 copy of the whole array. So bf16 is sliced
+    as integers; and the barrier ties the array to the loop's step, or the reinterpreted array would be made
+    before the loop.
     """
     slots, slot = jax.lax.optimization_barrier((slots, slot))
     if slots.dtype.itemsize != 2:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped, UInt8
 
+from pallas_kernels.fused_moe.config import Fp8Mode
 from pallas_kernels.layout import FP8, ExpertLayout
 
 Ref = Any  # Pallas has no public type for references.
@@ -19,16 +20,17 @@ Scalar = Int[Array, ""] | int
 def check_addressable(slots: Shaped[Array, "S n"]) -> None:
     """Raises `ValueError` for slot arrays that JAX's Triton lowering would address wrongly.
 
-    It counts offsets in elements, as signed 32-bit numbers unless the array has more than 2**32 BYTES. One-byte
-    arrays between 2 and 4 GiB fall in between: their upper half would be read from below the array.
+    It counts offsets in elements, as signed 32-bit numbers unless the array has more than 2**32 BYTES.
+    One-byte arrays between 2 and 4 GiB fall in between: their upper half would be read from below the array.
     """
     elements, nbytes = slots.size, slots.size * slots.dtype.itemsize
     if elements > 2**31 and nbytes <= 2**32:
         fewer = 2**31 // slots.shape[1]
         more = 2**32 // slots.shape[1] + 1
         raise ValueError(
-            f"{slots.shape[0]} slots of {slots.shape[1]} {slots.dtype} cannot be addressed by the Triton kernels "
-            f"(one-byte arrays between 2 and 4 GiB): use at most {fewer} or at least {more} slots"
+            f"{slots.shape[0]} slots of {slots.shape[1]} {slots.dtype} cannot be addressed by "
+            f"by the Triton kernels (one-byte arrays between 2 and 4 GiB): use at most {fewer} or "
+            f"at least {more} slots"
         )
 
 
@@ -48,7 +50,7 @@ def first_row(layout: ExpertLayout, name: str) -> int:
 
 
 def bound(start: Scalar, block: int, size: int) -> Bool[Array, " block"] | None:
-    """Which of `block` positions from `start` lie below `size`; None if all do, whatever a dynamic start is."""
+    """Which of `block` positions from `start` lie below `size`; None if all are sure to."""
     if isinstance(start, int):
         if start + block <= size:
             return None
@@ -72,21 +74,21 @@ def both(
 
 
 def span(start: Scalar, block: int, size: int) -> Any:
-    """`block` positions from `start`. Pallas rejects static slices that reach beyond `size`, also under a mask."""
+    """`block` positions from `start`. Pallas rejects static slices beyond `size`, also under a mask."""
     if isinstance(start, int) and start + block > size:
         start = jnp.int32(start)
     return pl.ds(start, block)
 
 
-def load(ref: Ref, mask: Bool[Array, "..."] | None) -> Shaped[Array, "..."]:
+def load(ref: Ref, mask: Bool[Array, ...] | None) -> Shaped[Array, ...]:
     """A load that reads zeros, and touches no memory, where the mask is false."""
     if mask is None:
         return plgpu.load(ref)
     return plgpu.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))
 
 
-def fp8_values(tile: UInt8[Array, "..."], mode: Literal["convert", "bits"]) -> Float[Array, "..."]:
-    """e4m3 bytes as floats, exactly. `bits` gives finite numbers for the two NaN codes, which weights never hold."""
+def fp8_values(tile: UInt8[Array, ...], mode: Fp8Mode) -> Float[Array, ...]:
+    """e4m3 bytes as floats, exactly. `bits` takes the two NaN codes, which weights never hold, for 480."""
     if mode == "convert":
         return jax.lax.bitcast_convert_type(tile, jnp.dtype(FP8))
     # e4m3 is a float16 of a smaller bias: exponent and mantissa in place, the value is 2**8 too small.
@@ -96,9 +98,15 @@ def fp8_values(tile: UInt8[Array, "..."], mode: Literal["convert", "bits"]) -> F
 
 
 def load_scales(
-    bytes_ref: Ref, slot: Scalar, layout: ExpertLayout, name: str, row_block: Scalar, first: Scalar, count: int
+    bytes_ref: Ref,
+    slot: Scalar,
+    layout: ExpertLayout,
+    name: str,
+    row_block: Scalar,
+    first: Scalar,
+    count: int,
 ) -> Float32[Array, " count"]:
-    """Scales of `count` column blocks from `first` on, of one row of blocks; zeros beyond the last column block.
+    """Scales of `count` column blocks from `first` on, of one row of blocks; zeros beyond the last.
 
     The float32s lie in an array of bytes: four loads, put together little endian.
     """

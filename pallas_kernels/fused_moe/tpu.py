@@ -1,12 +1,12 @@
 """Decode MoE for TPUs: one Pallas kernel. Lowered and interpreted in the tests; never timed on a TPU.
 
-The slot of every route is prefetched as a scalar, so the pipeline fetches weight tiles straight from the slot. A
-grid step takes 128 of the F hidden values of one route through all three matrices.
+The slot of every route is prefetched as a scalar, so the pipeline fetches weight tiles straight from the
+slot. A grid step takes 128 of the F hidden values of one route through all three matrices.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,9 @@ SUBLANES = 8  # rows of a float32 tile; a single token is spread over them
 
 
 def check_shapes(layout: ExpertLayout, *, interpret: bool) -> None:
-    """Raises `ValueError` for shapes off the lane tiling; the interpreter also takes any H, and any F below 128."""
+    """Raises `ValueError` for shapes off the lane tiling; the interpreter takes any H, and F below 128."""
     hidden, width = sizes(layout)
-    if width % TILE and not (interpret and width < TILE) or (hidden % TILE and not interpret):
+    if (width % TILE and not (interpret and width < TILE)) or (hidden % TILE and not interpret):
         raise ValueError(f"TPU kernels need H and F to be multiples of {TILE}, got H={hidden}, F={width}")
 
 
@@ -40,7 +40,9 @@ def gather_scales(
 ) -> Float32[Array, "R rows cols"]:
     """FP8 scales of the experts in slots `ids`; reads those bytes only, not the blocks."""
     field = layout.field(f"{name}_scale")
-    part = jax.vmap(lambda slot: jax.lax.dynamic_slice(slots, (slot, field.offset), (1, field.nbytes))[0])(ids)
+    part = jax.vmap(lambda slot: jax.lax.dynamic_slice(slots, (slot, field.offset), (1, field.nbytes))[0])(
+        ids
+    )
     return jax.lax.bitcast_convert_type(part.reshape(ids.shape[0], *field.shape, 4), jnp.float32)
 
 
@@ -58,7 +60,12 @@ def matmul_t(x: Float[Array, "M cols"], weight: Float[Array, "rows cols"]) -> Fl
 
 
 def scaled_matmul_t(
-    x: Float[Array, "M cols"], tile: Shaped[Array, "rows cols"], scales: Ref | None, index: tuple, *, per_column: bool
+    x: Float[Array, "M cols"],
+    tile: Shaped[Array, "rows cols"],
+    scales: Ref | None,
+    index: tuple,
+    *,
+    per_column: bool,
 ) -> Float32[Array, "M rows"]:
     """`matmul_t` with FP8 weights: a scale per 128 columns (`per_column`), or per 128 rows."""
     if scales is None:
@@ -95,7 +102,9 @@ def expert_tile(
     return scaled_matmul_t(h, down, down_scales, (0, step), per_column=False)
 
 
-def weight_specs(layout: ExpertLayout, slot_of: object) -> tuple[list[pl.BlockSpec], list[pl.BlockSpec]]:
+def weight_specs(
+    layout: ExpertLayout, slot_of: Callable[..., Int[Array, ""]]
+) -> tuple[list[pl.BlockSpec], list[pl.BlockSpec]]:
     """Block specs of gate, up, down (in the two row views) and of their scales; `slot_of(i, *prefetched)`."""
     hidden, width = sizes(layout)
     tile = tile_width(width)
@@ -103,13 +112,13 @@ def weight_specs(layout: ExpertLayout, slot_of: object) -> tuple[list[pl.BlockSp
 
     def rows(name: str) -> pl.BlockSpec:
         start = first[name] // tile
-        return pl.BlockSpec((1, tile, hidden), lambda i, f, *p: (slot_of(i, *p), start + f, 0))  # type: ignore[operator]
+        return pl.BlockSpec((1, tile, hidden), lambda i, f, *p: (slot_of(i, *p), start + f, 0))
 
     down = first["down"] // hidden
     specs = [
         rows("gate"),
         rows("up"),
-        pl.BlockSpec((1, hidden, tile), lambda i, f, *p: (slot_of(i, *p), down, f)),  # type: ignore[operator]
+        pl.BlockSpec((1, hidden, tile), lambda i, f, *p: (slot_of(i, *p), down, f)),
     ]
     scales = []
     if is_fp8(layout):
@@ -150,7 +159,9 @@ def fused_moe(
     sublanes = SUBLANES * 4 // x.dtype.itemsize
     spread = jnp.broadcast_to(x[:, None], (batch, sublanes, hidden))
     specs, scale_specs = weight_specs(layout, lambda i, ids: jnp.maximum(ids[i], 0))
-    scales = [gather_scales(slots, jnp.maximum(ids, 0), layout, n) for n in ("gate", "up", "down") if scale_specs]
+    scales = [
+        gather_scales(slots, jnp.maximum(ids, 0), layout, n) for n in ("gate", "up", "down") if scale_specs
+    ]
     by_hidden, by_width = row_view(slots, layout, hidden), row_view(slots, layout, width)
     y = pl.pallas_call(
         _kernel,

@@ -22,7 +22,7 @@ def grouped_moe(
     interpret: bool = False,
     config: Config | None = None,
 ) -> Float32[Array, "N M H"]:
-    """Unweighted expert outputs of blocks of tokens: `out[n, m] = expert[block_slots[n]](x[block_rows[n, m]])`.
+    """Unweighted expert outputs: `out[n, m] = expert(block_slots[n])(x[block_rows[n, m]])`.
 
     Args:
       out: where the results go; donate it, and it is updated in place. M is 16 or 64.
@@ -30,19 +30,20 @@ def grouped_moe(
       slots: the slot cache, one expert block of `layout` per row.
       block_slots: slot of each block's expert; -1 leaves `out[n]` as it is.
       block_rows: token of each row; -1 for padding, whose result is zero.
-      layout: where gate, up and down lie in a block; bf16, f16, f32, or FP8 e4m3 with a scale per 128 x 128 block.
+      layout: where gate, up and down lie in a block; bf16, f16, f32, or FP8 e4m3 with a scale per 128 x 128
+        block.
       implementation: `xla`, `gpu` or `tpu`; by default the best of this process's backend.
       interpret: run a Pallas implementation in the interpreter, on any backend.
       config: tiles of the GPU kernels; by default chosen from the expert's shape.
 
-    Arithmetic is that of `fused_moe`. A row's result depends neither on the position of its block nor on which
-    blocks are processed: a layer's experts may be split into several calls with equal results to the bit.
-    `assign_blocks` makes the blocks, `combine` sums their results.
+    Arithmetic is that of `fused_moe`. A row's result depends neither on the position of its block nor on
+    which blocks are processed: a layer's experts may be split into several calls with equal results to the
+    bit. `assign_blocks` makes the blocks, `combine` sums their results.
     """
     hidden = layout.field("down").shape[0]
     if x.shape[1] != hidden or slots.shape[1] != layout.block_elems or slots.dtype != layout.storage:
         raise ValueError(
-            f"grouped_moe: layout expects x[T, {hidden}] and slots {layout.storage}[S, {layout.block_elems}], "
+            f"grouped_moe: expected x[T, {hidden}] and slots {layout.storage}[S, {layout.block_elems}], "
             f"got x{list(x.shape)} and slots {slots.dtype}{list(slots.shape)}"
         )
     args = out, x, slots, block_slots, block_rows

@@ -1,16 +1,15 @@
-"""Sorting a prefill's routes into blocks of rows that share an expert, and summing the blocks' results back."""
+"""Sorting a prefill's routes into blocks of rows that share an expert, and summing the results back."""
 
 from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 
 def num_blocks(tokens: int, per_token: int, *, num_experts: int, rows: int) -> int:
-    """Most blocks that T * K routes can need: all full ones, and one started block per expert that has any."""
+    """Most blocks that T * K routes can need: the full ones, and one started block per expert with any."""
     routes = tokens * per_token
     return math.ceil(routes / rows) + min(num_experts, routes)
 
@@ -18,7 +17,7 @@ def num_blocks(tokens: int, per_token: int, *, num_experts: int, rows: int) -> i
 def assign_blocks(
     ids: Int[Array, "T K"], *, num_experts: int, rows: int
 ) -> tuple[Int32[Array, " N"], Int32[Array, "N M"], Int32[Array, "T K"]]:
-    """Blocks of M = `rows` routes of one expert each: in ascending expert order, tokens ascending within an expert.
+    """Blocks of M = `rows` routes of one expert each: in ascending order of experts, and of tokens within.
 
     Args:
       ids: experts of each token; -1 where there is none (a padding token).
@@ -56,7 +55,7 @@ def assign_blocks(
 def combine(
     out: Float32[Array, "N M H"], place: Int[Array, "T K"], weights: Float[Array, "T K"]
 ) -> Float32[Array, "T H"]:
-    """Sum over a token's routes of weight times expert output, in ascending k; absent routes count nothing."""
+    """Sum over a token's routes of weight times expert output, in ascending k; absent routes add nothing."""
     flat = out.reshape(-1, out.shape[-1])
     total = jnp.zeros((place.shape[0], out.shape[-1]), jnp.float32)
     for k in range(place.shape[1]):

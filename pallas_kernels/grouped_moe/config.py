@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from pallas_kernels.fused_moe.config import fp8_mode
+from pallas_kernels.fused_moe.config import Fp8Mode, fp8_mode
 from pallas_kernels.fused_moe.swiglu import is_fp8, sizes
 from pallas_kernels.layout import FP8_BLOCK, ExpertLayout
 
@@ -14,7 +13,8 @@ from pallas_kernels.layout import FP8_BLOCK, ExpertLayout
 class Config:
     """Tiles of the two GPU kernels, powers of two from 16: a program makes M rows times `*_cols` outputs.
 
-    It goes through the contracted dimension in steps of `depth`, which is 128 for FP8 experts: one step, one scale.
+    It goes through the contracted dimension in steps of `depth`, which is 128 for FP8 experts: one step, one
+    scale.
     """
 
     up_cols: int = 64
@@ -22,7 +22,7 @@ class Config:
     depth: int = 64
     warps: int = 4
     stages: int = 3
-    fp8: Literal["convert", "bits"] = "convert"
+    fp8: Fp8Mode = "convert"
 
     def __post_init__(self) -> None:
         for name in ("up_cols", "down_cols", "depth"):
@@ -32,7 +32,9 @@ class Config:
 
     def check(self, layout: ExpertLayout) -> None:
         """Raises `ValueError` where the tiles do not fit FP8 scale blocks."""
-        if is_fp8(layout) and (self.depth != FP8_BLOCK or FP8_BLOCK % self.up_cols or FP8_BLOCK % self.down_cols):
+        if is_fp8(layout) and (
+            self.depth != FP8_BLOCK or FP8_BLOCK % self.up_cols or FP8_BLOCK % self.down_cols
+        ):
             raise ValueError(
                 f"grouped_moe config: FP8 experts need depth {FP8_BLOCK} and columns dividing it, got depth "
                 f"{self.depth}, up_cols {self.up_cols}, down_cols {self.down_cols}"
@@ -40,7 +42,7 @@ class Config:
 
 
 def default_config(layout: ExpertLayout) -> Config:
-    """Tiles of 64 (32 where operands are float32, for registers), smaller for small experts. Not yet swept on a GPU."""
+    """Tiles of 64 (32 for float32 experts, for registers), smaller for small experts. Not swept on a GPU."""
     hidden, width = sizes(layout)
     wide = layout.field("gate").dtype.itemsize == 4
     fit = lambda size: max(16, min(32 if wide else 64, 1 << (size - 1).bit_length()))  # noqa: E731

@@ -1,7 +1,7 @@
 """Prefill MoE for NVIDIA GPUs: two tensor-core kernels, Pallas with the Triton lowering.
 
-A program makes one tile of one block's rows. Programs of skipped blocks end at once. Every row is contracted in
-the same steps whatever block it is in, so a layer may be split into several calls without changing a bit.
+A program makes one tile of one block's rows. Programs of skipped blocks end at once. Every row is contracted
+in the same steps whatever block it is in, so a layer may be split into several calls without changing a bit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def _dot_t(a: Float[Array, "M depth"], b: Float[Array, "cols depth"]) -> Float32
     return plgpu.dot(a, b, trans_b=True, precision=precision)
 
 
-def both_indices(rows: Int[Array, " M"], cols: Int[Array, " C"]) -> tuple[Int[Array, "M C"], Int[Array, "M C"]]:
+def both_indices(
+    rows: Int[Array, " M"], cols: Int[Array, " C"]
+) -> tuple[Int[Array, "M C"], Int[Array, "M C"]]:
     """Indices of a tile of gathered rows."""
     shape = rows.shape[0], cols.shape[0]
     return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(cols[None, :], shape)
@@ -51,22 +53,25 @@ def _products(
 ) -> tuple[Float32[Array, "M cols"], ...]:
     """`rows @ matrix[col : col + cols].T` for each name.
 
-    `rows_ref` is [T, contracted] with `source` the M rows to gather, or [N, M, contracted] with `source` a block.
+    `rows_ref` is [T, contracted] with `source` the M rows to gather, or [N, M, contracted] with `source` a
+    block.
     """
     height, width = layout.field(names[0]).shape
     depth = config.depth
     below = tiles.bound(col, cols, height)
     count = valid.shape[0] if valid is not None else rows_ref.shape[1]
 
-    def step(i: Int[Array, ""], totals: tuple[Float32[Array, "M cols"], ...]) -> tuple[Float32[Array, "M cols"], ...]:
+    def step(
+        i: Int[Array, ""], totals: tuple[Float32[Array, "M cols"], ...]
+    ) -> tuple[Float32[Array, "M cols"], ...]:
         start = i * depth
         inside = tiles.bound(start, depth, width)
         if valid is None:
-            where = source, slice(None), pl.ds(start, depth)
+            part = rows_ref.at[source, :, pl.ds(start, depth)]
         else:
             # Index arrays for both dimensions: the interpreter does not mix them with slices under a mask.
-            where = both_indices(source, start + jnp.arange(depth, dtype=jnp.int32))
-        a = tiles.load(rows_ref.at[where], tiles.both(valid, inside, (count, depth)))
+            part = rows_ref.at[both_indices(source, start + jnp.arange(depth, dtype=jnp.int32))]
+        a = tiles.load(part, tiles.both(valid, inside, (count, depth)))
         new = []
         for name, total in zip(names, totals, strict=True):
             row = pl.ds(col + tiles.first_row(layout, name), cols)
@@ -76,7 +81,7 @@ def _products(
             if bytes_ref is None:
                 new.append(total + _dot_t(a, b))
                 continue
-            # One step is one block of columns, and the tile's columns lie in one row of blocks: one scale for all.
+            # A step is one column of blocks, the tile lies in one row of blocks: one scale for all.
             scale = tiles.load_scale(bytes_ref, slot, layout, name, jax.lax.div(col, jnp.int32(FP8_BLOCK)), i)
             new.append(total + _dot_t(a, tiles.fp8_values(b, config.fp8).astype(a.dtype)) * scale)
         return tuple(new)
@@ -148,9 +153,11 @@ def _down_kernel(
         _store(out_ref, block, col, y)
 
 
-def _store(ref: tiles.Ref, block: Int[Array, ""], col: Int[Array, ""], value: Float32[Array, "M cols"]) -> None:
-    cols = value.shape[1]
-    mask = tiles.both(None, tiles.bound(col, cols, ref.shape[2]), value.shape)
+def _store(
+    ref: tiles.Ref, block: Int[Array, ""], col: Int[Array, ""], value: Float32[Array, "M cols"]
+) -> None:
+    rows, cols = value.shape
+    mask = tiles.both(None, tiles.bound(col, cols, ref.shape[2]), (rows, cols))
     plgpu.store(ref.at[block, :, pl.ds(col, cols)], value.astype(ref.dtype), mask=mask)
 
 

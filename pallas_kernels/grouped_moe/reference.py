@@ -23,8 +23,8 @@ def grouped_moe(
 ) -> Float32[Array, "N M H"]:
     order, count = active_first(block_slots)
 
-    # A loop over the blocks in use, not a conditional per block: XLA keeps `out` in place in a loop, and dense
-    # products of one expert at a time never gather the slots.
+    # A loop over the blocks in use, not a conditional per block: XLA keeps `out` in place in a loop, and
+    # dense products of one expert at a time never gather the slots.
     def step(i: Int[Array, ""], out: Float32[Array, "N M H"]) -> Float32[Array, "N M H"]:
         n = order[i]
         rows = x[jnp.maximum(block_rows[n], 0)]

@@ -1,4 +1,4 @@
-"""Prefill MoE for TPUs: one Pallas kernel over the blocks in use. Lowered and interpreted in the tests; never timed."""
+"""Prefill MoE for TPUs: one kernel over the blocks in use. Lowered and interpreted in tests; never timed."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+
 from pallas_kernels.layout import FP8, FP8_BLOCK, swiglu_layout
 
 BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
@@ -47,7 +48,7 @@ def error(got, want) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-# Real shapes: K, H, F, dtype. The comparison with vLLM and others, Qwen3-30B-A3B FP8, the demo model, gpt-oss.
+# Real shapes: K, H, F, dtype. The peer comparison, Qwen3-30B-A3B FP8, the demo model, gpt-oss.
 REAL_SHAPES = {
     "peer": (4, 2048, 1536, BF16),
     "qwen3-30b-fp8": (8, 2048, 768, FP8),

@@ -1,4 +1,4 @@
-"""Claims about the decode MoE: every implementation computes the formula, whatever slots the experts sit in."""
+"""Claims about the decode MoE: every implementation computes the formula, whatever slots are used."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from experts import BF16, F16, F32, REAL_SHAPES, error, oracle, random_slots
 from lowering import lower_for
+
 from pallas_kernels.fused_moe import Config, fused_moe
 from pallas_kernels.fused_moe.config import default_config
 from pallas_kernels.fused_moe.tiles import check_addressable
 from pallas_kernels.layout import FP8, swiglu_layout
 
-# dtype of the expert, dtype of x, H, F. FP8 shapes: one ragged block, several whole blocks, ragged last blocks.
+# dtype of the expert, dtype of x, H, F. FP8 shapes: one ragged block, several whole blocks, ragged last ones.
 CASES = [
     (F32, F32, 64, 32),
     (BF16, BF16, 192, 80),
@@ -58,7 +59,7 @@ def test_reference_computes_the_formula(dtype, x_dtype, hidden, width, batch):
         want[b] += float(weights[b, k]) * y
     got = run("xla", layout, (x, blocks, ids, weights))
     assert got.dtype == jnp.float32
-    # Rounding the hidden values to bf16 from slightly different float32 sums may go the other way now and then.
+    # Rounding the hidden values to bf16 from slightly different float32 sums may go the other way.
     assert error(got, want) < (1e-3 if x_dtype == BF16 else 1e-6)
 
 
@@ -68,7 +69,9 @@ def test_kernels_agree_with_the_reference(dtype, x_dtype, hidden, width, impleme
     if implementation == "tpu" and width > 128 and width % 128:
         pytest.skip("the TPU kernel takes whole tiles of 128")
     layout, _, args = case(dtype, x_dtype, hidden, width, batch=2)
-    assert error(run(implementation, layout, args), run("xla", layout, args)) < (1e-3 if x_dtype == BF16 else 2e-6)
+    assert error(run(implementation, layout, args), run("xla", layout, args)) < (
+        1e-3 if x_dtype == BF16 else 2e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +147,11 @@ def test_gpu_kernel_lowers_for_real_shapes(name, batch):
 def test_gpu_kernel_lowers_for_ragged_fp8(mode):
     layout = swiglu_layout(hidden=320, width=200, dtype=FP8)
     config = Config(up_cols=256, down_cols=256, fp8=mode)
-    lower_for("cuda", partial(fused_moe, layout=layout, implementation="gpu", config=config), *shapes(1, 4, 320, layout))
+    lower_for(
+        "cuda",
+        partial(fused_moe, layout=layout, implementation="gpu", config=config),
+        *shapes(1, 4, 320, layout),
+    )
 
 
 @pytest.mark.parametrize("name", ["peer", "qwen3-30b-fp8"])
@@ -186,7 +193,9 @@ def test_other_layouts_slots_are_refused():
 def test_slot_arrays_that_triton_would_address_wrongly_are_refused():
     def check(slots):
         # Traced only: such an array is never made.
-        jax.eval_shape(lambda array: check_addressable(array), jax.ShapeDtypeStruct((slots, 2**21), jnp.uint8))
+        jax.eval_shape(
+            lambda array: check_addressable(array), jax.ShapeDtypeStruct((slots, 2**21), jnp.uint8)
+        )
 
     check(2**10)
     check(2**11 + 1)

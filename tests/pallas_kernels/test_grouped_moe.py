@@ -1,4 +1,4 @@
-"""Claims about the prefill MoE: blocks hold every route once, and results do not depend on how blocks are split up."""
+"""Claims about the prefill MoE: blocks hold every route once; splitting a layer up changes no result."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from experts import BF16, F16, F32, REAL_SHAPES, error, oracle, random_slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowering import lower_for
+
 from pallas_kernels.fused_moe import fused_moe
 from pallas_kernels.grouped_moe import assign_blocks, combine, grouped_moe
 from pallas_kernels.grouped_moe.blocks import num_blocks
@@ -128,7 +129,8 @@ def test_reference_updates_in_place_and_copies_no_slots(dtype):
 def test_blocks_hold_every_route_once_in_order(data, rows, experts):
     tokens, per_token = 13, 2
     line = st.permutations(range(experts)).map(lambda order: order[:per_token])
-    ids = np.asarray(data.draw(st.lists(st.one_of(line, st.just([-1] * per_token)), min_size=tokens, max_size=tokens)))
+    lines = st.lists(st.one_of(line, st.just([-1] * per_token)), min_size=tokens, max_size=tokens)
+    ids = np.asarray(data.draw(lines))
     block_expert, block_rows, place = map(
         np.asarray, jit_assign(jnp.asarray(ids, jnp.int32), num_experts=experts, rows=rows)
     )
