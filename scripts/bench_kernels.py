@@ -1,7 +1,6 @@
 """Sweeps block shapes of the decode MoE kernels on this machine's GPU; prints microseconds and TB/s.
 
-python scripts/bench_kernels.py [--out FILE.json] [--shapes NAME ...] [--batches N ...] [--no-sweep]
-[--prefill]
+python scripts/bench_kernels.py [--out FILE.json] [--shapes NAME ...] [--batches N ...] [--prefill]
 
 Every configuration is first checked against the reference with fresh random inputs. Timed are many calls
 chained in one jitted computation over different slots of an array far larger than the L2 cache, so that
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
@@ -64,7 +64,7 @@ def random_slots(layout: ExpertLayout, count: int, seed: int) -> jax.Array:
 
 
 def slot_count(layout: ExpertLayout, gigabytes: float) -> int:
-    """Slots to fill the given size; for one-byte storage beyond the 4 GiB from which kernels address it again."""
+    """Slots to fill the given size; one-byte storage skips sizes that the kernels refuse."""
     count = int(gigabytes * 1e9 // layout.block_bytes) + 1
     if layout.storage.itemsize == 1 and 2**31 < count * layout.block_bytes <= 2**32:
         count = 2**32 // layout.block_bytes + 1
@@ -91,9 +91,9 @@ def decode_configs(layout: ExpertLayout) -> Iterator[Config]:
     base = default_config(layout)
     seen = set()
     fp8_modes: tuple[Fp8Mode, ...] = ("convert", "bits") if layout.storage == np.uint8 else (base.fp8,)
-    up = [(rows, cols, warps) for rows in (1, 2, 4, 8) for cols in (256, 1024, 2048) for warps in (1, 2, 4)]
-    down = [(rows, cols, warps) for rows in (2, 4, 8, 16) for cols in (64, 256, 512, 1024) for warps in (1, 2,
-    4)] candidates = [base, *(dataclasses.replace(base, fp8=mode) for mode in fp8_modes)]
+    up = itertools.product((1, 2, 4, 8), (256, 1024, 2048), (1, 2, 4))
+    down = itertools.product((2, 4, 8, 16), (64, 256, 512, 1024), (1, 2, 4))
+    candidates = [base, *(dataclasses.replace(base, fp8=mode) for mode in fp8_modes)]
     candidates += [dataclasses.replace(base, up_rows=r, up_cols=c, up_warps=w) for r, c, w in up]
     candidates += [dataclasses.replace(base, down_rows=r, down_cols=c, down_warps=w) for r, c, w in down]
     for config in candidates:
