@@ -1,8 +1,9 @@
 """How one expert lies in memory: the contract between whoever writes expert blocks and the kernels that read them.
 
 An expert is one contiguous block of `block_bytes` bytes, so that moving it never needs to know its format. A
-block is an array of `block_elems` elements of `storage` dtype; a host pool is `storage[E, n]` per layer, the slot
-cache `storage[S, n]`. Fields sit at byte offsets inside the block.
+block is an array of `block_elems` unsigned integers; a host pool is `storage[E, n]` per layer, the slot cache
+`storage[S, n]`. Integers, because backends rewrite whole arrays of floats they have no arithmetic for (XLA's CPU
+backend updates a bf16 array by way of float32). Fields sit at byte offsets inside the block.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout:
-    """Fields of an expert block and the dtype its storage is declared as.
-
-    Storage is the fields' own dtype when all agree (bf16, f32, ...), else uint8; a field of a wider dtype than the
-    storage is put together from its bytes (little endian) where it is read.
-    """
+    """Fields of an expert block. Storage is the unsigned integer as wide as the narrowest field's dtype; a wider field
+    is put together from its parts (little endian) where it is read."""
 
     fields: tuple[Field, ...]
     block_bytes: int
-    storage: np.dtype
+
+    @property
+    def storage(self) -> np.dtype:
+        """uint8 for FP8, uint16 for bf16 and f16, uint32 for f32."""
+        return np.dtype(f"uint{8 * min(field.dtype.itemsize for field in self.fields)}")
 
     @property
     def block_elems(self) -> int:
@@ -78,8 +80,6 @@ class ExpertLayout:
         field = self.field(name)
         batch = blocks.shape[:-1]
         part = blocks[..., self.start(name) : self.start(name) + field.nbytes // self.storage.itemsize]
-        if field.dtype == self.storage:
-            return part.reshape(*batch, *field.shape)
         if field.dtype.itemsize == self.storage.itemsize:
             return jax.lax.bitcast_convert_type(part, field.dtype).reshape(*batch, *field.shape)
         parts = part.reshape(*batch, *field.shape, field.dtype.itemsize // self.storage.itemsize)
@@ -108,9 +108,4 @@ def swiglu_layout(*, hidden: int, width: int, dtype: np.dtype | type) -> ExpertL
         fields.append(Field(name=name, offset=offset, shape=shape, dtype=field_dtype))
         offset += fields[-1].nbytes
     unit = math.lcm(hidden * dtype.itemsize, width * dtype.itemsize, ALIGNMENT)
-    same = all(field.dtype == dtype for field in fields)
-    return ExpertLayout(
-        fields=tuple(fields),
-        block_bytes=math.ceil(offset / unit) * unit,
-        storage=dtype if same else np.dtype(np.uint8),
-    )
+    return ExpertLayout(fields=tuple(fields), block_bytes=math.ceil(offset / unit) * unit)

@@ -57,7 +57,7 @@ class StepOutput(NamedTuple):
     packed: Int32[Array, " 2B+3"]
 
     @classmethod
-    def pack(cls, token: Int[Array, " B"], end: Int[Array, " B"], counts: Int[Array, 3]) -> StepOutput:
+    def pack(cls, token: Int[Array, " B"], end: Int[Array, " B"], counts: Int[Array, " 3"]) -> StepOutput:
         return cls(jnp.concatenate([token, end, counts]).astype(jnp.int32))
 
 
@@ -92,7 +92,7 @@ def forward(
     pools: tuple[Shaped[Array, "E n"], ...],
     *,
     config: StepConfig,
-) -> tuple[Float32[Array, "B V"], Sequences, Offload, Int32[Array, 3]]:
+) -> tuple[Float32[Array, "B V"], Sequences, Offload, Int32[Array, " 3"]]:
     """One token of every sequence through all layers. Returns logits, states, and the counts (routed, hits, misses)."""
     spec, cache = config.spec, offload.cache
     positions = sequences.position[:, None]

@@ -60,7 +60,7 @@ def layer_chunk(
     *,
     layer: LayerSpec,
     config: StepConfig,
-) -> tuple[Float[Array, "B T H"], KV, SlotCache, Int32[Array, 3], Int32[Array, " E"]]:
+) -> tuple[Float[Array, "B T H"], KV, SlotCache, Int32[Array, " 3"], Int32[Array, " E"]]:
     """One layer over one chunk. Returns the counts (routed, hits, misses) and the tokens each expert got."""
     eps, experts = config.spec.norm_eps, config.cache.experts
     normed = rms_norm(x, weights.attention_norm, eps)
@@ -96,7 +96,7 @@ def first_token(
     weights: ModelWeights,
     sampling: SamplingParams,
     end_tokens: Int[Array, " N"],
-    counts: Int[Array, 3],
+    counts: Int[Array, " 3"],
     *,
     config: StepConfig,
 ) -> tuple[Sequences, StepOutput]:

@@ -46,7 +46,8 @@ def _rows_dot(
         tile = tiles.load(rows_ref.at[slot, *where], mask)
         vector = load_vector(start)
         if bytes_ref is None:
-            total = total + jnp.sum(tile.astype(jnp.float32) * vector[None, :], axis=1)
+            values = tiles.weight_values(tile, layout, name).astype(jnp.float32)
+            total = total + jnp.sum(values * vector[None, :], axis=1)
             continue
         # Scales go onto the sums of 128 products, not onto the weights: 1/128 of the multiplications. A
         # program's rows lie in one row of blocks, because their number divides 128.

@@ -21,20 +21,6 @@ def combine_routes(
     return out
 
 
-def read_slot(slots: Shaped[Array, "S n"], slot: Int[Array, ""]) -> Shaped[Array, " n"]:
-    """One expert's block, read inside a loop without any copy of `slots`.
-
-    XLA's CPU backend has no bf16 slices: it would slice a float32 copy of the whole array. So bf16 is sliced
-    as integers; and the barrier ties the array to the loop's step, or the reinterpreted array would be made
-    before the loop.
-    """
-    slots, slot = jax.lax.optimization_barrier((slots, slot))
-    if slots.dtype.itemsize != 2:
-        return jax.lax.dynamic_index_in_dim(slots, slot, keepdims=False)
-    bits = jax.lax.bitcast_convert_type(slots, jnp.uint16)
-    return jax.lax.bitcast_convert_type(jax.lax.dynamic_index_in_dim(bits, slot, keepdims=False), slots.dtype)
-
-
 def expert(
     rows: Float[Array, "M H"], block: Shaped[Array, " n"], hidden: jnp.dtype, layout: ExpertLayout
 ) -> Float32[Array, "M H"]:
@@ -64,7 +50,7 @@ def fused_moe(
     ) -> Float32[Array, "R H"]:
         def step(i: Int[Array, ""], y: Float32[Array, "R H"]) -> Float32[Array, "R H"]:
             row = jax.lax.dynamic_slice_in_dim(x, i // per_token, 1)
-            value = expert(row, read_slot(slots, ids[i]), hidden, layout)
+            value = expert(row, jax.lax.dynamic_index_in_dim(slots, ids[i], keepdims=False), hidden, layout)
             return jax.lax.dynamic_update_slice_in_dim(y, value, i, axis=0)
 
         return jax.lax.fori_loop(0, ids.shape[0], step, jnp.zeros((ids.shape[0], x.shape[1]), jnp.float32))

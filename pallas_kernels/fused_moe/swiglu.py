@@ -8,12 +8,12 @@ from jaxtyping import Array, Float, Float32, Shaped
 from pallas_kernels.layout import FP8, FP8_BLOCK, ExpertLayout
 
 
-def swiglu(gate: Float32[Array, ...], up: Float32[Array, ...]) -> Float32[Array, ...]:
+def swiglu(gate: Float32[Array, "..."], up: Float32[Array, "..."]) -> Float32[Array, "..."]:
     """`silu(gate) * up` in float32, written out so that it is the same operations in every lowering."""
     return gate / (1.0 + jnp.exp(-gate)) * up
 
 
-def hidden_dtype(x: Float[Array, ...]) -> jnp.dtype:
+def hidden_dtype(x: Float[Array, "..."]) -> jnp.dtype:
     """Dtype that `swiglu` is rounded to before the down projection: bf16 for bf16 `x`, else float32."""
     return jnp.dtype(jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32)
 

@@ -80,14 +80,14 @@ def span(start: Scalar, block: int, size: int) -> Any:
     return pl.ds(start, block)
 
 
-def load(ref: Ref, mask: Bool[Array, ...] | None) -> Shaped[Array, ...]:
+def load(ref: Ref, mask: Bool[Array, "..."] | None) -> Shaped[Array, "..."]:
     """A load that reads zeros, and touches no memory, where the mask is false."""
     if mask is None:
         return plgpu.load(ref)
     return plgpu.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))
 
 
-def fp8_values(tile: UInt8[Array, ...], mode: Fp8Mode) -> Float[Array, ...]:
+def fp8_values(tile: UInt8[Array, "..."], mode: Fp8Mode) -> Float[Array, "..."]:
     """e4m3 bytes as floats, exactly. `bits` takes the two NaN codes, which weights never hold, for 480."""
     if mode == "convert":
         return jax.lax.bitcast_convert_type(tile, jnp.dtype(FP8))
@@ -95,6 +95,11 @@ def fp8_values(tile: UInt8[Array, ...], mode: Fp8Mode) -> Float[Array, ...]:
     wide = tile.astype(jnp.uint16)
     half = jax.lax.bitcast_convert_type(((wide & 0x80) << 8) | ((wide & 0x7F) << 7), jnp.float16)
     return half.astype(jnp.float32) * 256.0
+
+
+def weight_values(tile: Shaped[Array, "..."], layout: ExpertLayout, name: str) -> Float[Array, "..."]:
+    """Stored integers as the floats they are (not for FP8)."""
+    return jax.lax.bitcast_convert_type(tile, jnp.dtype(layout.field(name).dtype))
 
 
 def load_scales(

@@ -6,10 +6,12 @@ slot. A grid step takes 128 of the F hidden values of one route through all thre
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int, Shaped
@@ -17,7 +19,7 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 from pallas_kernels.fused_moe.reference import combine_routes
 from pallas_kernels.fused_moe.swiglu import hidden_dtype, is_fp8, sizes, swiglu
 from pallas_kernels.fused_moe.tiles import Ref, first_row, row_view
-from pallas_kernels.layout import FP8, FP8_BLOCK, ExpertLayout
+from pallas_kernels.layout import FP8_BLOCK, ExpertLayout
 
 TILE = 128  # hidden values per grid step: one lane tile, and one row of FP8 scale blocks
 SUBLANES = 8  # rows of a float32 tile; a single token is spread over them
@@ -65,13 +67,14 @@ def scaled_matmul_t(
     scales: Ref | None,
     index: tuple,
     *,
+    dtype: np.dtype,
     per_column: bool,
 ) -> Float32[Array, "M rows"]:
-    """`matmul_t` with FP8 weights: a scale per 128 columns (`per_column`), or per 128 rows."""
+    """`matmul_t` with stored weights of `dtype`; FP8 has a scale per 128 columns (`per_column`), or per 128 rows."""
+    weight = pltpu.bitcast(tile, jnp.dtype(dtype))
     if scales is None:
-        return matmul_t(x, tile)
-    # e4m3 is exact in bf16.
-    weight = pltpu.bitcast(tile, jnp.dtype(FP8)).astype(x.dtype)
+        return matmul_t(x, weight)
+    weight = weight.astype(x.dtype)  # e4m3 is exact in bf16
     rows, cols = weight.shape
     total = jnp.zeros((x.shape[0], rows), jnp.float32)
     if per_column:
@@ -93,13 +96,14 @@ def expert_tile(
     down: Shaped[Array, "H tile"],
     scales: tuple[Ref, ...],
     step: Int[Array, ""],
+    dtype: np.dtype,
 ) -> Float32[Array, "M H"]:
-    """What one tile of hidden values adds to the expert's output."""
+    """What one tile of hidden values adds to the expert's output. Tiles are as stored, of weights of `dtype`."""
     gate_scales, up_scales, down_scales = scales or (None, None, None)
-    g = scaled_matmul_t(x, gate, gate_scales, (0, step), per_column=True)
-    u = scaled_matmul_t(x, up, up_scales, (0, step), per_column=True)
+    g = scaled_matmul_t(x, gate, gate_scales, (0, step), dtype=dtype, per_column=True)
+    u = scaled_matmul_t(x, up, up_scales, (0, step), dtype=dtype, per_column=True)
     h = swiglu(g, u).astype(hidden_dtype(x))
-    return scaled_matmul_t(h, down, down_scales, (0, step), per_column=False)
+    return scaled_matmul_t(h, down, down_scales, (0, step), dtype=dtype, per_column=False)
 
 
 def weight_specs(
@@ -128,7 +132,9 @@ def weight_specs(
     return specs, scales
 
 
-def _kernel(ids_ref: Ref, x_ref: Ref, gate_ref: Ref, up_ref: Ref, down_ref: Ref, *refs: Ref) -> None:
+def _kernel(
+    ids_ref: Ref, x_ref: Ref, gate_ref: Ref, up_ref: Ref, down_ref: Ref, *refs: Ref, dtype: np.dtype
+) -> None:
     *scales, out_ref = refs
     route, step = pl.program_id(0), pl.program_id(1)
 
@@ -138,7 +144,7 @@ def _kernel(ids_ref: Ref, x_ref: Ref, gate_ref: Ref, up_ref: Ref, down_ref: Ref,
 
     @pl.when(ids_ref[route] >= 0)
     def _active() -> None:
-        part = expert_tile(x_ref[0], gate_ref[0], up_ref[0], down_ref[0], tuple(scales), step)
+        part = expert_tile(x_ref[0], gate_ref[0], up_ref[0], down_ref[0], tuple(scales), step, dtype)
         out_ref[0] += part
 
 
@@ -164,7 +170,7 @@ def fused_moe(
     ]
     by_hidden, by_width = row_view(slots, layout, hidden), row_view(slots, layout, width)
     y = pl.pallas_call(
-        _kernel,
+        functools.partial(_kernel, dtype=layout.field("gate").dtype),
         out_shape=jax.ShapeDtypeStruct((routes, sublanes, hidden), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,

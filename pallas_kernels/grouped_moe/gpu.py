@@ -79,7 +79,7 @@ def _products(
                 weights_ref.at[slot, row, pl.ds(start, depth)], tiles.both(below, inside, (cols, depth))
             )
             if bytes_ref is None:
-                new.append(total + _dot_t(a, b))
+                new.append(total + _dot_t(a, tiles.weight_values(b, layout, name)))
                 continue
             # A step is one column of blocks, the tile lies in one row of blocks: one scale for all.
             scale = tiles.load_scale(bytes_ref, slot, layout, name, jax.lax.div(col, jnp.int32(FP8_BLOCK)), i)

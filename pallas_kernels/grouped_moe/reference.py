@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from pallas_kernels.fused_moe.reference import expert, read_slot
+from pallas_kernels.fused_moe.reference import expert
 from pallas_kernels.fused_moe.swiglu import hidden_dtype
 from pallas_kernels.grouped_moe.blocks import active_first
 from pallas_kernels.layout import ExpertLayout
@@ -28,7 +28,8 @@ def grouped_moe(
     def step(i: Int[Array, ""], out: Float32[Array, "N M H"]) -> Float32[Array, "N M H"]:
         n = order[i]
         rows = x[jnp.maximum(block_rows[n], 0)]
-        y = expert(rows, read_slot(slots, block_slots[n]), hidden_dtype(x), layout)
+        block = jax.lax.dynamic_index_in_dim(slots, block_slots[n], keepdims=False)
+        y = expert(rows, block, hidden_dtype(x), layout)
         y = jnp.where(block_rows[n, :, None] >= 0, y, 0.0)
         return jax.lax.dynamic_update_index_in_dim(out, y, n, axis=0)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int, Shaped
@@ -16,7 +19,7 @@ from pallas_kernels.layout import ExpertLayout
 
 
 def _kernel(
-    order_ref: Ref, slots_ref: Ref, x_ref: Ref, gate_ref: Ref, up_ref: Ref, down_ref: Ref, *refs: Ref
+    order_ref: Ref, slots_ref: Ref, x_ref: Ref, gate_ref: Ref, up_ref: Ref, down_ref: Ref, *refs: Ref, dtype: np.dtype
 ) -> None:
     *scales, _, out_ref = refs
     step = pl.program_id(1)
@@ -25,7 +28,7 @@ def _kernel(
     def _first() -> None:
         out_ref[...] = jnp.zeros_like(out_ref)
 
-    out_ref[0] += expert_tile(x_ref[0], gate_ref[0], up_ref[0], down_ref[0], tuple(scales), step)
+    out_ref[0] += expert_tile(x_ref[0], gate_ref[0], up_ref[0], down_ref[0], tuple(scales), step, dtype)
 
 
 def grouped_moe(
@@ -51,7 +54,7 @@ def grouped_moe(
     one_block = pl.BlockSpec((1, rows, hidden), lambda i, f, order, slot: (order[i], 0, 0))
     operands = [order, slot, gathered, by_hidden, by_hidden, by_width, *scales, out]
     return pl.pallas_call(
-        _kernel,
+        functools.partial(_kernel, dtype=layout.field("gate").dtype),
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,

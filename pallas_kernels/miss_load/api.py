@@ -12,8 +12,8 @@ from pallas_kernels.miss_load.reference import miss_load_reference
 def miss_load(
     slots: Shaped[Array, "S n"],
     pool: Shaped[Array, "E n"],
-    experts: Int[Array, "M"],
-    dst: Int[Array, "M"],
+    experts: Int[Array, " M"],
+    dst: Int[Array, " M"],
     *,
     implementation: Implementation | None = None,
     interpret: bool = False,

@@ -29,13 +29,20 @@ class Config:
 def miss_load_gpu(
     slots: Shaped[Array, "S n"],
     pool: Shaped[Array, "E n"],
-    experts: Int[Array, "M"],
-    dst: Int[Array, "M"],
+    experts: Int[Array, " M"],
+    dst: Int[Array, " M"],
     *,
     config: Config | None = None,
     interpret: bool = False,
 ) -> Shaped[Array, "S n"]:
     """See `miss_load`."""
+    for name, array in (("slots", slots), ("pool", pool)):
+        # Pallas has signed 32-bit element offsets for arrays of up to 2**32 bytes: too short for bytes.
+        if array.size > 2**31 and array.size * array.dtype.itemsize <= 2**32:
+            raise ValueError(
+                f"{name}: {array.dtype}{list(array.shape)} is between 2 and 4 GiB, which Triton kernels index wrongly "
+                "for one-byte elements: use fewer or more rows, or implementation='xla'"
+            )
     config = config or Config()
     length = slots.shape[1]
     # At most the smallest power of two that covers the block: small experts are one piece each.
@@ -56,7 +63,9 @@ def miss_load_gpu(
     )(slots, pool, experts, dst)
 
 
-def _kernel(_: Any, pool: Any, experts: Any, dst: Any, slots: Any, *, length: int, piece: int, pieces_each: int) -> None:
+def _kernel(
+    _: Any, pool: Any, experts: Any, dst: Any, slots: Any, *, length: int, piece: int, pieces_each: int
+) -> None:
     miss, program = pl.program_id(0), pl.program_id(1)
     slot = dst[miss]
 

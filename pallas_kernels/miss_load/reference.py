@@ -10,8 +10,8 @@ from jaxtyping import Array, Int, Shaped
 def miss_load_reference(
     slots: Shaped[Array, "S n"],
     pool: Shaped[Array, "E n"],
-    experts: Int[Array, "M"],
-    dst: Int[Array, "M"],
+    experts: Int[Array, " M"],
+    dst: Int[Array, " M"],
 ) -> Shaped[Array, "S n"]:
     """See `miss_load`. One iteration per missing expert; each moves one row across the memory spaces."""
 

@@ -17,8 +17,8 @@ from jaxtyping import Array, Int, Shaped
 def miss_load_tpu(
     slots: Shaped[Array, "S n"],
     pool: Shaped[Array, "E n"],
-    experts: Int[Array, "M"],
-    dst: Int[Array, "M"],
+    experts: Int[Array, " M"],
+    dst: Int[Array, " M"],
     *,
     interpret: bool = False,
 ) -> Shaped[Array, "S n"]:

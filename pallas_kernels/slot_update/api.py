@@ -14,14 +14,14 @@ from pallas_kernels.slot_update.tables import Rule, SlotTables, SlotUpdate
 
 def slot_update(
     tables: SlotTables,
-    ids: Int[Array, "M"],
+    ids: Int[Array, " M"],
     *,
     first_key: Int[Array, ""] | int,
     num_experts: int,
     rule: Rule,
     clock: Int[Array, ""] | int,
-    key_score: Int[Array, "keys"] | None = None,
-    landed: Int[Array, "S"] | None = None,
+    key_score: Int[Array, " keys"] | None = None,
+    landed: Int[Array, " S"] | None = None,
     implementation: Implementation | None = None,
     interpret: bool = False,
 ) -> SlotUpdate:

@@ -27,11 +27,11 @@ DUPLICATES_AT_ONCE = 16  # columns of the M x M comparison that are in registers
 
 def slot_update_gpu(
     tables: SlotTables,
-    ids: Int[Array, "M"],
+    ids: Int[Array, " M"],
     first_key: Int[Array, ""],
     clock: Int[Array, ""],
-    key_score: Int[Array, "keys"] | None,
-    landed: Int[Array, "S"] | None,
+    key_score: Int[Array, " keys"] | None,
+    landed: Int[Array, " S"] | None,
     *,
     num_experts: int,
     rule: Rule,
@@ -67,9 +67,7 @@ def slot_update_gpu(
     return SlotUpdate(SlotTables(*outputs[:5]), *outputs[5:])
 
 
-def _kernel(
-    *refs: Any, num_experts: int, rule: Rule, scored: bool, engine: bool, interpret: bool
-) -> None:
+def _kernel(*refs: Any, num_experts: int, rule: Rule, scored: bool, engine: bool, interpret: bool) -> None:
     slot_of_key, key_of_slot, state, tag, score, ids_ref, first_key_ref, clock_ref, *rest = refs[: 8 + scored + engine]
     key_score_ref = rest[0] if scored else None
     landed_ref = rest[-1] if engine else None
@@ -192,7 +190,7 @@ def _kernel(
     counts_ref[2] = num_misses
 
 
-def _earliest(ids_ref: Any, ids: Int[Array, "M"]) -> Int[Array, "M"]:
+def _earliest(ids_ref: Any, ids: Int[Array, " M"]) -> Int[Array, " M"]:
     """First position of each lane's id."""
 
     def compare(i: Array, earliest: Array) -> Array:
@@ -212,11 +210,11 @@ def _count(mask: Array) -> Int[Array, ""]:
     return jnp.sum(mask.astype(jnp.int32))
 
 
-def _gather(ref: Any, index: Int[Array, "N"], mask: Array) -> Int[Array, "N"]:
+def _gather(ref: Any, index: Int[Array, " N"], mask: Array) -> Int[Array, " N"]:
     """`ref[index]`, -1 where masked off."""
     return plgpu.load(ref.at[jnp.where(mask, index, 0)], mask=mask, other=-1)
 
 
-def _scatter(ref: Any, index: Int[Array, "N"], value: Int[Array, "N"], mask: Array) -> None:
+def _scatter(ref: Any, index: Int[Array, " N"], value: Int[Array, " N"], mask: Array) -> None:
     """`ref[index] = value` where the mask holds; the others point outside, so that they hit nothing anywhere."""
     plgpu.store(ref.at[jnp.where(mask, index, OUTSIDE)], value, mask=mask)

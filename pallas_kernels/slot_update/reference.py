@@ -13,11 +13,11 @@ INT32_MAX = jnp.iinfo(jnp.int32).max
 
 def slot_update_reference(
     tables: SlotTables,
-    ids: Int[Array, "M"],
+    ids: Int[Array, " M"],
     first_key: Int[Array, ""],
     clock: Int[Array, ""],
-    key_score: Int[Array, "keys"] | None,
-    landed: Int[Array, "S"] | None,
+    key_score: Int[Array, " keys"] | None,
+    landed: Int[Array, " S"] | None,
     *,
     num_experts: int,
     rule: Rule,
@@ -68,9 +68,9 @@ def slot_update_reference(
 
 def _land(
     tables: SlotTables,
-    landed: Int[Array, "S"],
+    landed: Int[Array, " S"],
     clock: Int[Array, ""],
-    key_score: Int[Array, "keys"] | None,
+    key_score: Int[Array, " keys"] | None,
     rule: Rule,
 ) -> SlotTables:
     """FETCH slots whose tag has come back: COMPUTE, or EMPTY where an on-demand load was faster."""
@@ -98,7 +98,7 @@ def _land(
 
 
 def _replace_one(
-    tables: SlotTables, protected: Bool[Array, "S"], new_key: Int[Array, ""], new_score: Int[Array, ""]
+    tables: SlotTables, protected: Bool[Array, " S"], new_key: Int[Array, ""], new_score: Int[Array, ""]
 ) -> tuple[SlotTables, Int[Array, ""]]:
     """Give `new_key` the first EMPTY slot, else the USED one of lowest (score, index); slot S if there is none."""
     num_keys, num_slots = tables.slot_of_key.shape[0], tables.state.shape[0]
@@ -122,7 +122,7 @@ def _replace_one(
 
 
 def _newcomer_score(
-    key: Int[Array, "*N"], clock: Int[Array, ""], key_score: Int[Array, "keys"] | None, rule: Rule
+    key: Int[Array, "*N"], clock: Int[Array, ""], key_score: Int[Array, " keys"] | None, rule: Rule
 ) -> Int[Array, "*N"]:
     """Score of experts that have just become resident; whatever for keys out of range."""
     if rule == "scored":
@@ -131,7 +131,7 @@ def _newcomer_score(
     return jnp.broadcast_to(clock if rule == "lru" else jnp.int32(1), key.shape)
 
 
-def _first_appearance(expert: Int[Array, "M"], active: Bool[Array, "M"], num_experts: int) -> Bool[Array, "M"]:
+def _first_appearance(expert: Int[Array, " M"], active: Bool[Array, " M"], num_experts: int) -> Bool[Array, " M"]:
     """Whether an entry is the first of its expert."""
     position = jnp.arange(expert.shape[0], dtype=jnp.int32)
     earliest = jnp.full(num_experts, INT32_MAX, jnp.int32)
@@ -139,7 +139,7 @@ def _first_appearance(expert: Int[Array, "M"], active: Bool[Array, "M"], num_exp
     return earliest[expert] == position
 
 
-def _element(table: Int[Array, "N"], index: Int[Array, ""]) -> Int[Array, ""]:
+def _element(table: Int[Array, " N"], index: Int[Array, ""]) -> Int[Array, ""]:
     """`table[index]`, -1 where out of range, of a table that is written next.
 
     As a reduction, because XLA would repeat a plain read next to each use, after the write too, and copy the table.

@@ -25,15 +25,15 @@ class SlotTables(NamedTuple):
     keys = L*E is the number of (layer, expert) pairs, S the number of slots shared by all layers.
     """
 
-    slot_of_key: Int[Array, "keys"]
+    slot_of_key: Int[Array, " keys"]
     """Slot of a resident key, -1 where the key is not resident (a key in FETCH is not)."""
-    key_of_slot: Int[Array, "S"]
+    key_of_slot: Int[Array, " S"]
     """Key held by a slot; for FETCH the key under way; -1 where EMPTY."""
-    state: Int[Array, "S"]
+    state: Int[Array, " S"]
     """`SlotState`."""
-    tag: Int[Array, "S"]
+    tag: Int[Array, " S"]
     """Tag (> 0) that a FETCH slot waits for, else 0."""
-    score: Int[Array, "S"]
+    score: Int[Array, " S"]
     """Retention score: the lowest is evicted first, ties by lowest slot. 0 while EMPTY or FETCH."""
 
 
@@ -41,11 +41,11 @@ class SlotUpdate(NamedTuple):
     """What `slot_update` returns, all int32."""
 
     tables: SlotTables
-    slots_of_ids: Int[Array, "M"]
+    slots_of_ids: Int[Array, " M"]
     """Slot of each routed expert, -1 for inactive entries."""
-    miss_expert: Int[Array, "M"]
+    miss_expert: Int[Array, " M"]
     """Expert indices within the layer that have to be loaded, in order of first appearance, then -1."""
-    miss_slot: Int[Array, "M"]
+    miss_slot: Int[Array, " M"]
     """The slots they are to be loaded into, then -1."""
-    counts: Int[Array, "3"]
+    counts: Int[Array, " 3"]
     """Distinct experts routed, hits among them, misses."""

@@ -21,11 +21,11 @@ INT32_MAX = jnp.iinfo(jnp.int32).max
 
 def slot_update_tpu(
     tables: SlotTables,
-    ids: Int[Array, "M"],
+    ids: Int[Array, " M"],
     first_key: Int[Array, ""],
     clock: Int[Array, ""],
-    key_score: Int[Array, "keys"] | None,
-    landed: Int[Array, "S"] | None,
+    key_score: Int[Array, " keys"] | None,
+    landed: Int[Array, " S"] | None,
     *,
     num_experts: int,
     rule: Rule,

@@ -65,7 +65,7 @@ def bring_in(
     ids: Int[Array, " M"],
     layer: Int[Array, ""] | int,
     config: CacheConfig,
-) -> tuple[SlotCache, Int[Array, " M"], Int32[Array, 3]]:
+) -> tuple[SlotCache, Int[Array, " M"], Int32[Array, " 3"]]:
     """Makes the experts `ids` of a MoE layer resident (-1: none) and says in which slots: steps 1 to 3 of Figure 5.
 
     Returns the cache, the slot of every id and the counts (routed, hits, misses) of distinct experts.
@@ -103,7 +103,7 @@ def moe_decode(
     pool: Shaped[Array, "E n"],
     layer: int,
     config: CacheConfig,
-) -> tuple[Float32[Array, "B H"], SlotCache, Int32[Array, 3]]:
+) -> tuple[Float32[Array, "B H"], SlotCache, Int32[Array, " 3"]]:
     """One MoE layer of a decode step."""
     cache, slots, counts = bring_in(cache, pool, ids.reshape(-1), layer, config)
     y = fused_moe(
@@ -121,7 +121,7 @@ def moe_prefill(
     layer: Int[Array, ""],
     config: CacheConfig,
     rows: int,
-) -> tuple[Float32[Array, "T H"], SlotCache, Int32[Array, 3], Int32[Array, " E"]]:
+) -> tuple[Float32[Array, "T H"], SlotCache, Int32[Array, " 3"], Int32[Array, " E"]]:
     """One MoE layer of prefill: tokens sorted by expert, experts taken in groups that fit the slots.
 
     Which rows are multiplied together depends on the routing alone, never on what was resident or how experts were

@@ -25,12 +25,12 @@ def empty_tables(num_keys: int, num_slots: int) -> SlotTables:
 
 def reserve(
     tables: SlotTables,
-    keys: Int[Array, N],
-    tags: Int[Array, N],
-    newcomer_score: Int[Array, N] | None,
+    keys: Int[Array, " N"],
+    tags: Int[Array, " N"],
+    newcomer_score: Int[Array, " N"] | None,
     *,
     keep: int,
-) -> tuple[SlotTables, Int[Array, N]]:
+) -> tuple[SlotTables, Int[Array, " N"]]:
     """Reserve slots for new prefetch tasks: EMPTY ones, then USED ones by (score, index), become FETCH.
 
     Args:
@@ -82,7 +82,7 @@ def reserve(
     return tables, jnp.where(taken, victim, -1)
 
 
-def cancel(tables: SlotTables, slots: Int[Array, N]) -> SlotTables:
+def cancel(tables: SlotTables, slots: Int[Array, " N"]) -> SlotTables:
     """Give reserved slots back: FETCH becomes EMPTY. Entries of -1 and slots in another state stay as they are."""
     num_slots = tables.state.shape[0]
     inside = (slots >= 0) & (slots < num_slots)

@@ -31,7 +31,7 @@ def _precision(x: Array) -> lax.Precision:
     return lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
-def einsum(formula: str, *operands: Array) -> Float32[Array, ...]:
+def einsum(formula: str, *operands: Array) -> Float32[Array, "..."]:
     """Products of activations' dtype, summed in float32."""
     return jnp.einsum(formula, *operands, precision=_precision(operands[0]), preferred_element_type=jnp.float32)
 

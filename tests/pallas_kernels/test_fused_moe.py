@@ -100,7 +100,7 @@ def test_inactive_routes_contribute_nothing_even_beside_nan(implementation):
     layout, _, (x, blocks, ids, weights) = case(F32, F32, 64, 32, batch=2)
     clean = run(implementation, layout, (x, blocks, ids, weights))
     # Where a careless clamp of -1 would read, and what it would be multiplied by.
-    poisoned = blocks.at[0].set(jnp.nan)
+    poisoned = blocks.at[0].set(np.float32(np.nan).view(np.uint32))
     ids = jnp.asarray([[3, -1, -1], [2, 1, 4]], jnp.int32)
     got = run(implementation, layout, (x, poisoned, ids, jnp.where(ids >= 0, weights, jnp.nan)))
     want = run(implementation, layout, (x, blocks, ids, jnp.where(ids >= 0, weights, 0)))
