@@ -22,3 +22,11 @@ class ResidencyError(SeqMoEError):
 
 class PromptError(SeqMoEError):
     """A prompt is empty, too long for the context, or cannot be encoded."""
+
+
+class TraceError(SeqMoEError):
+    """A trace or a file of forecasts is missing, damaged, or of another model than asked for."""
+
+
+class PredictorError(SeqMoEError):
+    """A predictor is missing, damaged, or of another model or shape than what it is used with."""

@@ -1,0 +1,118 @@
+"""Forecasts over a trace: what a predictor says at every step, as arrays and as an `npz`.
+
+This is all that the simulator needs of a predictor. Row t belongs to step t of the trace that the forecasts were made
+for (after `Trace.select`, where a split was chosen). Nothing in a row may come from another sequence; the first row of
+a sequence is what is said before anything is known of it.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float16
+
+from seqmoe_jax.errors import TraceError
+from seqmoe_jax.traces.format import Trace
+
+_ARRAYS = ("next", "refined", "early", "retention", "rollout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecasts:
+    """Probabilities in [0, 1] that an expert is activated; they sum to about K per layer.
+
+    `next`: of step t, made after step t-1.
+    `refined`: of step t, made in the middle of it, when the routing of the layers below `trigger` is known. Rows of
+    those layers mean nothing.
+    `early`: of step t, made in the middle of step t-1 at `trigger`: the paper's first predictor. Only the layers below
+    `trigger` mean anything.
+    `retention`: made after step t-1, the expectation of (1 - discount) * sum over j >= 0 of
+    discount**j * [used in step t + j].
+    `rollout`: [t, j] is of step t + 1 + j, made after step t-1 (the paper's A'', which starts one step after `next`).
+    """
+
+    next: Float16[np.ndarray, "T L E"]
+    refined: Float16[np.ndarray, "T L E"] | None = None
+    early: Float16[np.ndarray, "T L E"] | None = None
+    trigger: int | None = None
+    retention: Float16[np.ndarray, "T L E"] | None = None
+    discount: float | None = None
+    rollout: Float16[np.ndarray, "T c L E"] | None = None
+    name: str = "forecast"
+
+    def check(self, trace: Trace) -> None:
+        """`TraceError` unless these are forecasts for that trace."""
+        expected = (trace.steps, trace.layers, trace.num_experts)
+        for name in _ARRAYS:
+            array = getattr(self, name)
+            if array is None:
+                continue
+            shape = array.shape if name != "rollout" else (array.shape[0], *array.shape[2:])
+            if shape != expected:
+                raise TraceError(
+                    f"the forecasts are for another trace: {name} has (steps, layers, experts) {shape}, "
+                    f"the trace {expected}"
+                )
+            # Two ends tell a file of logits; reading every value of a rollout would take as long as simulating.
+            for part in (array[:64], array[-64:]):
+                if not (np.isfinite(part).all() and part.min() >= 0 and part.max() <= 1.01):
+                    raise TraceError(f"forecasts: {name} has values outside [0, 1], expected probabilities")
+        if (self.refined is not None or self.early is not None) and not (
+            self.trigger is not None and 0 < self.trigger < trace.layers
+        ):
+            raise TraceError(
+                f"forecasts made in mid-step need a trigger layer from 1 to {trace.layers - 1}, got {self.trigger}"
+            )
+        if self.retention is not None and not (self.discount is not None and 0 < self.discount < 1):
+            raise TraceError(f"retention needs its discount, between 0 and 1, got {self.discount}")
+
+    def slice(self, stop: int) -> Forecasts:
+        """Those of the first `stop` steps."""
+        cut = {name: getattr(self, name)[:stop] for name in _ARRAYS if getattr(self, name) is not None}
+        return Forecasts(**cut, trigger=self.trigger, discount=self.discount, name=self.name)
+
+
+def write_forecasts(path: str | os.PathLike[str], forecasts: Forecasts) -> None:
+    """One `npz`, not compressed: these are large and read once. It appears whole or not at all."""
+    path = Path(path)
+    arrays = {name: getattr(forecasts, name) for name in (*_ARRAYS, "trigger", "discount", "name")}
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        np.savez(file, **{name: value for name, value in arrays.items() if value is not None})
+    os.replace(partial, path)
+
+
+def read_forecasts(path: str | os.PathLike[str], trace: Trace | None = None) -> Forecasts:
+    """Reads, and checks against the trace if there is one."""
+    path = Path(path)
+    if not path.is_file():
+        raise TraceError(f"no file of forecasts {path}")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (ValueError, OSError, EOFError, KeyError, AttributeError, zipfile.BadZipFile) as error:
+        raise TraceError(f"{path} is not a readable npz file: {error}") from None
+    if "next" not in arrays:
+        raise TraceError(f"{path}: missing next: a file of forecasts has it, and may have {', '.join(_ARRAYS[1:])}")
+    for name in _ARRAYS:
+        rank = 4 if name == "rollout" else 3
+        if name in arrays and (arrays[name].dtype != np.float16 or arrays[name].ndim != rank):
+            raise TraceError(
+                f"{path}: {name} is {arrays[name].dtype} of {arrays[name].ndim} dimensions, expected float16 of {rank}"
+            )
+    forecasts = Forecasts(
+        **{name: arrays[name] for name in _ARRAYS if name in arrays},
+        trigger=int(arrays["trigger"]) if "trigger" in arrays else None,
+        discount=float(arrays["discount"]) if "discount" in arrays else None,
+        name=str(arrays.get("name", path.stem)),
+    )
+    if trace is not None:
+        try:
+            forecasts.check(trace)
+        except TraceError as error:
+            raise TraceError(f"{path}: {error}") from None
+    return forecasts
