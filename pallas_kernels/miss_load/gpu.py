@@ -40,8 +40,8 @@ def miss_load_gpu(
         # Pallas has signed 32-bit element offsets for arrays of up to 2**32 bytes: too short for bytes.
         if array.size > 2**31 and array.size * array.dtype.itemsize <= 2**32:
             raise ValueError(
-                f"{name}: {array.dtype}{list(array.shape)} is between 2 and 4 GiB, which Triton kernels index wrongly "
-                "for one-byte elements: use fewer or more rows, or implementation='xla'"
+                f"{name}: {array.dtype}{list(array.shape)} is between 2 and 4 GiB, which Triton kernels index "
+                "wrongly for one-byte elements: use fewer or more rows, or implementation='xla'"
             )
     config = config or Config()
     length = slots.shape[1]
@@ -64,7 +64,7 @@ def miss_load_gpu(
 
 
 def _kernel(
-    _: Any, pool: Any, experts: Any, dst: Any, slots: Any, *, length: int, piece: int, pieces_each: int
+    _slots: Any, pool: Any, experts: Any, dst: Any, slots: Any, *, length: int, piece: int, pieces_each: int
 ) -> None:
     miss, program = pl.program_id(0), pl.program_id(1)
     slot = dst[miss]

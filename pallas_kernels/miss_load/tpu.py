@@ -36,7 +36,7 @@ def miss_load_tpu(
     )(slots, pool, experts, dst)
 
 
-def _kernel(_: Any, pool: Any, experts: Any, dst: Any, slots: Any, semaphore: Any) -> None:
+def _kernel(_slots: Any, pool: Any, experts: Any, dst: Any, slots: Any, semaphore: Any) -> None:
     def copy(i: Array) -> Any:
         source, target = pool.at[pl.ds(experts[i], 1)], slots.at[pl.ds(dst[i], 1)]
         return pltpu.make_async_copy(source, target, semaphore)
@@ -47,9 +47,9 @@ def _kernel(_: Any, pool: Any, experts: Any, dst: Any, slots: Any, semaphore: An
     num_misses = jax.lax.fori_loop(0, dst.shape[0], is_miss, jnp.int32(0))
 
     @pl.loop(0, num_misses)
-    def _(i: Array) -> None:
+    def _start(i: Array) -> None:
         copy(i).start()
 
     @pl.loop(0, num_misses)
-    def _(i: Array) -> None:
+    def _wait(i: Array) -> None:
         copy(i).wait()

@@ -174,8 +174,8 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, scored: bool, engine: bool
 
         hit_slot = found
         none = jnp.full_like(lanes, -1)
-        start = (jnp.min(jnp.where(absent, lanes, OUTSIDE)), jnp.int32(0), found, none, none, order)
-        _, count, found, miss_expert, miss_slot, _ = jax.lax.while_loop(lambda carry: carry[0] < OUTSIDE, one, start)
+        start: tuple[Array, ...] = (jnp.min(jnp.where(absent, lanes, OUTSIDE)), jnp.int32(0), found, none, none, order)
+        _, count, found, miss_expert, miss_slot, _ = jax.lax.while_loop(_more, one, start)
         return count, found, miss_expert, miss_slot
 
     def nothing(found: Array) -> tuple[Array, Array, Array, Array]:
@@ -204,6 +204,10 @@ def _earliest(ids_ref: Any, ids: Int[Array, " M"]) -> Int[Array, " M"]:
     if width == ids.shape[0]:
         return compare(jnp.int32(0), start)
     return jax.lax.fori_loop(0, ids.shape[0] // width, compare, start)
+
+
+def _more(carry: tuple[Array, ...]) -> Array:
+    return carry[0] < OUTSIDE
 
 
 def _count(mask: Array) -> Int[Array, ""]:

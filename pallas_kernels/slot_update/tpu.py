@@ -125,7 +125,7 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, scored: bool, engine: bool
         )
 
     @pl.loop(0, num_misses)
-    def _(i: Array) -> None:
+    def _allocate(i: Array) -> None:
         start = (jnp.int32(-1), jnp.int32(0), jnp.int32(INT32_MAX))
         slot, is_empty, _ = jax.lax.fori_loop(0, num_slots, best, start)
         key = first_key + miss_expert[i]
@@ -143,7 +143,7 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, scored: bool, engine: bool
             score[slot] = newcomer_score(key)
 
     @pl.loop(0, num_ids)
-    def _(i: Array) -> None:
+    def _release(i: Array) -> None:
         expert = ids[i]
         active = (expert >= 0) & (expert < num_experts)
         slot = slot_of_key[first_key + jnp.where(active, expert, 0)]
