@@ -26,6 +26,7 @@ def slot_update_reference(
     num_slots = tables.state.shape[0]
     protected = jnp.zeros(num_slots, bool)
     if landed is not None:
+        landed = jax.device_put(landed, jax.memory.Space.Device)  # it may lie in host memory
         tables = _land(tables, landed, clock, key_score, rule)
         # Released right here, before the misses, but protected from them: nobody sees the order.
         key, state = tables.key_of_slot, tables.state

@@ -134,7 +134,7 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, scored: bool, engine: bool
         @pl.when(slot >= 0)
         def _() -> None:
             @pl.when(is_empty == 0)
-            def _() -> None:
+            def _evict() -> None:
                 slot_of_key[key_of_slot[slot]] = jnp.int32(-1)
 
             slot_of_key[key] = slot

@@ -225,6 +225,14 @@ def test_a_miss_without_a_slot_harms_nothing():
     check_invariants(result.tables)
 
 
+def test_tags_may_lie_in_host_memory():
+    tables, _ = reserve_jit(empty_tables(KEYS, SLOTS), ints([3, 9, 4, -1]), ints([1, 2, 3, 4]), None, keep=0)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    landed = jax.device_put(np.array([1, 7, 3] + [0] * 5, np.int32), sharding)
+    state = update(tables, ints([-1] * 5), ints(1), ints(1), landed, "lru").tables.state
+    assert state[:3].tolist() == [SlotState.COMPUTE, SlotState.FETCH, SlotState.COMPUTE]
+
+
 def random_tables(rng, num_keys, num_slots, fill):
     """A consistent state with all four kinds of slots, and tags of which half have come back."""
     state = rng.choice(4, num_slots, p=fill).astype(np.int32)
