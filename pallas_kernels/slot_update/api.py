@@ -47,8 +47,8 @@ def slot_update(
         rule: how scores change.
         clock: a number that grows from step to step.
         key_score: retention scores, needed for "scored" and unused otherwise.
-        landed: last tag reported for each slot by the transfer engine; may lie in `pinned_host` memory. None: there is no engine, which promises
-            that no slot is COMPUTE on entry, and saves the scans over all slots.
+        landed: last tag reported for each slot by the transfer engine; may lie in `pinned_host` memory. None: there
+            is no engine, which promises that no slot is COMPUTE on entry, and saves the scans over all slots.
 
     There must be a slot that is neither FETCH nor protected for every distinct miss. The caller sees to it by
     keeping enough out of `reserve`; a miss that finds none gets slot -1, and nothing is corrupted.
