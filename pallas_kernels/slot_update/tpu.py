@@ -132,7 +132,7 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, scored: bool, engine: bool
         miss_slot[i] = slot
 
         @pl.when(slot >= 0)
-        def _() -> None:
+        def _place() -> None:
             @pl.when(is_empty == 0)
             def _evict() -> None:
                 slot_of_key[key_of_slot[slot]] = jnp.int32(-1)
