@@ -30,8 +30,8 @@ class Forecasts:
     those layers mean nothing.
     `early`: of step t, made in the middle of step t-1 at `trigger`: the paper's first predictor. Only the layers below
     `trigger` mean anything.
-    `retention`: made after step t-1, the expectation of (1 - discount) * sum over j >= 0 of
-    discount**j * [used in step t + j].
+    `retention`: made after step t-1, about the steps after t (step t itself is in `next`): a score in [0, 1] of how
+    often and how soon they use an expert, such as (1 - d) * sum over j >= 1 of d**(j-1) * [used in step t + j].
     `rollout`: [t, j] is of step t + 1 + j, made after step t-1 (the paper's A'', which starts one step after `next`).
     """
 
@@ -40,7 +40,6 @@ class Forecasts:
     early: Float16[np.ndarray, "T L E"] | None = None
     trigger: int | None = None
     retention: Float16[np.ndarray, "T L E"] | None = None
-    discount: float | None = None
     rollout: Float16[np.ndarray, "T c L E"] | None = None
     name: str = "forecast"
 
@@ -67,19 +66,17 @@ class Forecasts:
             raise TraceError(
                 f"forecasts made in mid-step need a trigger layer from 1 to {trace.layers - 1}, got {self.trigger}"
             )
-        if self.retention is not None and not (self.discount is not None and 0 < self.discount < 1):
-            raise TraceError(f"retention needs its discount, between 0 and 1, got {self.discount}")
 
     def slice(self, stop: int) -> Forecasts:
         """Those of the first `stop` steps."""
         cut = {name: getattr(self, name)[:stop] for name in _ARRAYS if getattr(self, name) is not None}
-        return Forecasts(**cut, trigger=self.trigger, discount=self.discount, name=self.name)
+        return Forecasts(**cut, trigger=self.trigger, name=self.name)
 
 
 def write_forecasts(path: str | os.PathLike[str], forecasts: Forecasts) -> None:
     """One `npz`, not compressed: these are large and read once. It appears whole or not at all."""
     path = Path(path)
-    arrays = {name: getattr(forecasts, name) for name in (*_ARRAYS, "trigger", "discount", "name")}
+    arrays = {name: getattr(forecasts, name) for name in (*_ARRAYS, "trigger", "name")}
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         np.savez(file, **{name: value for name, value in arrays.items() if value is not None})
@@ -92,7 +89,7 @@ def read_forecasts(path: str | os.PathLike[str], trace: Trace | None = None) -> 
     if not path.is_file():
         raise TraceError(f"no file of forecasts {path}")
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
     except (ValueError, OSError, EOFError, KeyError, AttributeError, zipfile.BadZipFile) as error:
         raise TraceError(f"{path} is not a readable npz file: {error}") from None
@@ -107,7 +104,6 @@ def read_forecasts(path: str | os.PathLike[str], trace: Trace | None = None) -> 
     forecasts = Forecasts(
         **{name: arrays[name] for name in _ARRAYS if name in arrays},
         trigger=int(arrays["trigger"]) if "trigger" in arrays else None,
-        discount=float(arrays["discount"]) if "discount" in arrays else None,
         name=str(arrays.get("name", path.stem)),
     )
     if trace is not None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32, UInt8
+from jaxtyping import Bool, Int32, Integer, UInt8
 
 from seqmoe_jax.errors import TraceError
 
@@ -40,16 +40,16 @@ _OPTIONAL = ("vocab_size", "split", "prefill_lens")
 class Trace:
     """Expert activations of N sequences, T steps in all. Fields as in the module's table."""
 
-    ids: Int[np.ndarray, "T L K"]
+    ids: Integer[np.ndarray, "T L K"]
     probs_u8: UInt8[np.ndarray, "T L K"]
     tok: Int32[np.ndarray, " T"]
-    lens: Int[np.ndarray, " N"]
-    seq_offsets: Int[np.ndarray, " N+1"]
+    lens: Integer[np.ndarray, " N"]
+    seq_offsets: Integer[np.ndarray, " N+1"]
     num_experts: int
-    layer_index: Int[np.ndarray, " L"]
+    layer_index: Integer[np.ndarray, " L"]
     vocab_size: int | None = None
     split: np.ndarray | None = None
-    prefill_lens: Int[np.ndarray, " N"] | None = None
+    prefill_lens: Integer[np.ndarray, " N"] | None = None
     metadata: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
@@ -78,6 +78,11 @@ class Trace:
         first[self.seq_offsets[:-1]] = True
         return first
 
+    def spans(self) -> list[tuple[int, int]]:
+        """First and past-the-last step of every sequence."""
+        ends = self.seq_offsets.tolist()
+        return list(zip(ends[:-1], ends[1:], strict=True))
+
     def activations(self, start: int = 0, stop: int | None = None) -> Bool[np.ndarray, "t L E"]:
         """Which experts the steps [start, stop) activated."""
         ids = self.ids[start:stop].astype(np.int64)
@@ -95,9 +100,10 @@ class Trace:
             raise TraceError(f"the trace has no split {split!r}: expected one of {known}")
         return self.take(chosen)
 
-    def take(self, sequences: Int[np.ndarray, " n"]) -> Trace:
+    def take(self, sequences: Integer[np.ndarray, " n"]) -> Trace:
         """The sequences of these indices, in this order."""
-        rows = [np.arange(self.seq_offsets[i], self.seq_offsets[i + 1]) for i in sequences]
+        spans = self.spans()
+        rows = [np.arange(*spans[i]) for i in sequences]
         steps = np.concatenate(rows) if rows else np.zeros(0, np.int64)
         lens = self.lens[sequences]
         return replace(
@@ -131,7 +137,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     if not path.is_file():
         raise TraceError(f"no trace file {path}")
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
     except (ValueError, OSError, EOFError, KeyError, AttributeError, zipfile.BadZipFile) as error:
         raise TraceError(f"{path} is not a readable npz file: {error}") from None
@@ -250,7 +256,7 @@ def _check_sequences(arrays: Mapping[str, Any]) -> None:
         raise TraceError("prefill_lens has an entry below 0 or above the length of its sequence")
 
 
-def _check_ids(ids: Int[np.ndarray, "T L K"], experts: int) -> None:
+def _check_ids(ids: Integer[np.ndarray, "T L K"], experts: int) -> None:
     if experts < 1 or ids.shape[2] > experts:
         raise TraceError(f"num_experts is {experts}, expected at least the {ids.shape[2]} active ones of ids")
     if int(ids.max()) >= experts:

@@ -71,7 +71,8 @@ def next_layer(link, config):
     """Lines 1 to 3 of Algorithm 1."""
     average = next_average(link.budget[0], link.budget[1], config.alpha, link.dry[0])
     # The link can never do better than its bandwidth.
-    link.budget[:] = min(average, 1 / config.cost)
+    link.budget[0] = min(average, 1 / config.cost)
+    link.budget[1] = link.budget[0]
     link.dry[0] = False
 
 
@@ -187,7 +188,9 @@ def start(pool, link, moved, config, position):
             moved.unused[0] += vacate(pool, s)
         remove(link, i)
         place(pool, s, k, FETCH)
-        link.flying[0], link.flying[1], link.flying[2] = k, s, deadline
+        link.flying[0] = k
+        link.flying[1] = s
+        link.flying[2] = deadline
         link.left[0] = config.cost
         link.budget[1] -= 1
         return True

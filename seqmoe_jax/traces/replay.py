@@ -75,9 +75,7 @@ def replay(ids, first_step, skip, rules, config, signals, pool, link, moved, tal
     for t in range(steps):
         step = first_step + t
         if step == skip:
-            moved.prefetched[0] = moved.unused[0] = moved.demanded[0] = tally.time[0] = 0.0
-            tally.hits[:] = 0
-            tally.routed[0] = tally.steps[0] = 0
+            forget(moved, tally)
         if rules.policy == SCORED:
             value_pending(signals.next[t], signals.retention[t], rules.keep, pool.value, 0)
         elif rules.policy == BELADY_8:
@@ -105,7 +103,8 @@ def replay_layer(routed, layer, step, t, rules, config, signals, pool, link, mov
         next_layer(link, config)
     if rules.policy == SCORED:
         # This layer's turn in this step has come: from here on only later steps give its experts value.
-        pool.value[base : base + experts] = signals.retention[t, base : base + experts]
+        for k in range(base, base + experts):
+            pool.value[k] = signals.retention[t, k]
     misses, flying_missed = 0, False
     for expert in routed:
         k = base + expert
@@ -148,7 +147,7 @@ def replay_layer(routed, layer, step, t, rules, config, signals, pool, link, mov
         k = base + routed[n]
         tally.uses[k] += 1
         if rules.policy == LRU:
-            pool.value[k] = position
+            pool.value[k] = position + n / routed.shape[0]
         elif rules.policy == LFU:
             pool.value[k] = tally.uses[k] + 1e-10 * position  # the least recently used among equals
         elif rules.policy == BELADY:
@@ -160,6 +159,20 @@ def replay_layer(routed, layer, step, t, rules, config, signals, pool, link, mov
     if config.scheduler != NONE:
         run_link(pool, link, moved, config, position, 1.0)
     tally.time[0] += stall + 1
+
+
+@compiled
+@no_type_check
+def forget(moved, tally):
+    """The counted part begins."""
+    moved.prefetched[0] = 0.0
+    moved.unused[0] = 0.0
+    moved.demanded[0] = 0.0
+    tally.time[0] = 0.0
+    tally.routed[0] = 0
+    tally.steps[0] = 0
+    for layer in range(tally.hits.shape[0]):
+        tally.hits[layer] = 0
 
 
 @compiled

@@ -199,9 +199,9 @@ def _next_use(trace: Trace) -> tuple[Int64[np.ndarray, "T L K"], Int64[np.ndarra
 def _hot(trace: Trace, hot_steps: int) -> Float32[np.ndarray, "N keys"]:
     """How often each sequence's prompt used each expert; its first steps stand in for a prompt that is not there."""
     counts = np.zeros((trace.sequences, trace.layers * trace.num_experts), np.float32)
-    for i, start in enumerate(trace.seq_offsets[:-1]):
+    for i, (start, stop) in enumerate(trace.spans()):
         prompt = int(trace.prefill_lens[i]) if trace.prefill_lens is not None else 0
-        steps = prompt or min(hot_steps, int(trace.lens[i]))
+        steps = prompt or min(hot_steps, stop - start)
         counts[i] = trace.activations(start, start + steps).sum(axis=0).reshape(-1)
     return counts
 
@@ -226,9 +226,7 @@ def _signals(trace, config, forecasts, hot, next_use, start: int, stop: int) -> 
     if config.policy == "forecast":
         retention = cache_score(forecasts.rollout[start:stop], config.discount)
     elif config.policy == "forecast-direct":
-        # What the head says of step t itself is in `next`: retention is what comes after it.
-        weight = 1 - forecasts.discount
-        retention = (_rows(forecasts.retention, start, stop) - weight * probability) / forecasts.discount
+        retention = _rows(forecasts.retention, start, stop)
     elif config.policy == "prefill-hot":
         sequence = np.searchsorted(trace.seq_offsets, np.arange(start, stop), side="right") - 1
         retention = hot[sequence]
