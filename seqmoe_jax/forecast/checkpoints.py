@@ -1,0 +1,60 @@
+"""Training checkpoints (orbax): all that a killed run needs to go on, and what it is a run of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from seqmoe_jax.errors import PredictorError
+from seqmoe_jax.forecast.config import PredictorConfig
+from seqmoe_jax.forecast.training import State
+
+
+class Checkpoints:
+    """The two latest checkpoints of one run in a directory, with the predictor's configuration beside them."""
+
+    def __init__(self, directory: Path, config: PredictorConfig):
+        directory = directory.resolve()
+        directory.mkdir(parents=True, exist_ok=True)
+        name = directory / "predictor.json"
+        if name.exists() and PredictorConfig.from_dict(json.loads(name.read_text())) != config:
+            raise PredictorError(f"{directory} holds checkpoints of another predictor; choose an empty directory")
+        name.write_text(config.to_json())
+        self._manager = ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(max_to_keep=2))
+
+    def save(
+        self, state: State, best: float, best_update: int, best_params: Any, history: list[dict[str, float]]
+    ) -> None:
+        story = {"best": best, "best_update": best_update, "history": history}
+        self._manager.save(
+            int(state.update),
+            args=ocp.args.Composite(
+                arrays=ocp.args.StandardSave(_arrays(state, best_params)), story=ocp.args.JsonSave(story)
+            ),
+        )
+        self._manager.wait_until_finished()
+
+    def restore(self, like: State) -> tuple[State, float, int, Any, list[dict[str, float]]] | None:
+        """The latest checkpoint in the shapes of `like`, or None where there is none."""
+        latest = self._manager.latest_step()
+        if latest is None:
+            return None
+        shapes = _arrays(like, like.average)
+        got = self._manager.restore(
+            latest,
+            args=ocp.args.Composite(arrays=ocp.args.StandardRestore(shapes), story=ocp.args.JsonRestore()),
+        )
+        leaves = [jnp.asarray(got["arrays"][name]) for name in sorted(got["arrays"])]
+        state, best_params = jax.tree.unflatten(jax.tree.structure((like, like.average)), leaves)
+        story = got["story"]
+        return state, story["best"], story["best_update"], best_params, story["history"]
+
+
+def _arrays(state: State, best_params: Any) -> dict[str, Any]:
+    """Flat and numbered: NNX states and optimiser tuples differ between versions, their leaves do not."""
+    return {f"{index:04d}": leaf for index, leaf in enumerate(jax.tree.leaves((state, best_params)))}
