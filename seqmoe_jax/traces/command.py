@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
+from typing import TYPE_CHECKING, Any
 
 from seqmoe_jax.errors import ConfigError
+
+if TYPE_CHECKING:  # at run time only where used: these compile code that no other command needs
+    from seqmoe_jax.traces.forecasts import Forecasts
+    from seqmoe_jax.traces.simulator import Result, Simulation
 
 _POLICIES = ("lru", "lfu", "prefill-hot", "belady", "belady-8", "forecast", "forecast-direct")
 _PREFETCHERS = ("none", "moe-infinity", "promoe", "seqmoe")
@@ -26,13 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--split", help="sequences of this split alone, such as test")
     add("--forecasts", metavar="F.npz", help="forecasts for exactly these sequences")
     add("--skip", type=int, default=500, metavar="N", help="first steps that are not counted (default: 500)")
-    add("--threshold", help="least confidence of a prefetch (default: 0); 'auto' with --beyond")
-    beyond = parser.add_argument_group("beyond the paper (all of it with --beyond)")
-    beyond.add_argument("--beyond", action="store_true", help="everything below, set for this link and residency")
-    beyond.add_argument("--refine", action="store_true", help="forecast the upper layers anew in mid-step")
+    add("--threshold", type=_threshold, metavar="P", help="least confidence of a prefetch, or 'auto' (default: 0)")
+    add("--beyond", action="store_true", help="all of the options below that gain, set for this link")
+    beyond = parser.add_argument_group("beyond the paper")
+    beyond.add_argument("--early", action="store_true", help="forecast the next step's lower layers in mid-step")
+    beyond.add_argument("--refine", action="store_true", help="forecast this step's upper layers anew in mid-step")
     beyond.add_argument("--chunks", type=int, metavar="N", help="parts of a transfer between which a miss interrupts")
     beyond.add_argument("--compare", action="store_true", help="a newcomer must be worth more than what it evicts")
-    beyond.add_argument("--late", action="store_true", help="start transfers that will be incomplete when needed")
+    beyond.add_argument("--late", action="store_true", help="count what an incomplete transfer saves")
     beyond.add_argument("--horizon", type=int, metavar="N", help="steps beyond the running one that get tasks")
     add("--json", action="store_true", help="machine-readable output")
 
@@ -51,33 +58,75 @@ def transfer_cost(args: argparse.Namespace) -> float:
     return args.expert_bytes / (args.bandwidth * 1e9) / (args.layer_time * 1e-6)
 
 
+def _threshold(text: str) -> float | str:
+    if text == "auto":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number or 'auto', got {text!r}") from None
+
+
+def configuration(args: argparse.Namespace, forecasts: Forecasts | None) -> Simulation:
+    """The simulation that the arguments describe; what is given by name wins over `--beyond`."""
+    from seqmoe_jax.traces.settings import CHUNKS, beyond_paper, threshold_for
+    from seqmoe_jax.traces.simulator import Simulation
+
+    config = Simulation(
+        residency=args.residency,
+        policy=args.policy,
+        prefetcher=args.prefetcher,
+        transfer_cost=transfer_cost(args),
+        skip=args.skip,
+    )
+    chunks = args.chunks if args.chunks is not None else (CHUNKS if args.beyond else 1)
+    if args.beyond:
+        config = beyond_paper(config, forecasts, chunks=chunks)
+    given: dict[str, Any] = {name: True for name in ("early", "refine", "compare", "late") if getattr(args, name)}
+    given["chunks"] = chunks
+    if args.horizon is not None:
+        given["horizon"] = args.horizon
+    if args.threshold == "auto":
+        given["threshold"] = threshold_for(config.transfer_cost, chunks)
+    elif args.threshold is not None:
+        given["threshold"] = args.threshold
+    return dataclasses.replace(config, **given)
+
+
 def run(args: argparse.Namespace) -> int:
-    # Here and not above: these compile code that other commands have no use for.
+    """Reads, simulates, prints one line or one JSON object; returns the exit status."""
     from tqdm import tqdm
 
     from seqmoe_jax.traces.forecasts import read_forecasts
     from seqmoe_jax.traces.format import read_trace
     from seqmoe_jax.traces.simulator import simulate
 
-    config = configuration(args)
     trace = read_trace(args.trace)
     if args.split is not None:
         trace = trace.select(args.split)
     forecasts = read_forecasts(args.forecasts, trace) if args.forecasts is not None else None
-    if config is None:
-        config = _beyond(args, forecasts)
+    config = configuration(args, forecasts)
     quiet = args.json or not sys.stderr.isatty()
     if not quiet:
         print(f"simulating {trace.steps} steps of {trace.layers} layers", file=sys.stderr)
     with tqdm(total=trace.steps, unit="step", disable=quiet, delay=1, leave=False) as bar:
-        result = simulate(trace, config, forecasts, progress=lambda done: bar.update(done - bar.n))
+        result = simulate(trace, config, forecasts, progress=lambda done: _show(bar, done))
     if args.json:
-        print(json.dumps({"policy": config.policy, "prefetcher": config.prefetcher} | result.as_dict()))
-        return 0
-    print(
+        print(json.dumps(dataclasses.asdict(config) | result.as_dict()))
+    else:
+        print(describe(config, result))
+    return 0
+
+
+def _show(bar: Any, done: int) -> None:
+    bar.update(done - bar.n)
+
+
+def describe(config: Simulation, result: Result) -> str:
+    """The result in one line."""
+    return (
         f"{config.policy}, prefetcher {config.prefetcher}, {result.slots} slots, RHO {config.transfer_cost:g}: "
         f"hit rate {result.hit_rate:.3f}, {result.share_of_full_load:.3f} of full load "
         f"(the link alone would allow {result.link_bound:.3f}), {result.transfers_per_step:.1f} transfers per step, "
         f"{result.unused_transfers_per_step:.1f} of them unused"
     )
-    return 0

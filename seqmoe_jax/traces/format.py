@@ -20,6 +20,7 @@ Every other array is metadata. It is kept; one with N rows is taken to be per se
 
 from __future__ import annotations
 
+import itertools
 import os
 import zipfile
 from collections.abc import Mapping
@@ -81,7 +82,7 @@ class Trace:
     def spans(self) -> list[tuple[int, int]]:
         """First and past-the-last step of every sequence."""
         ends = self.seq_offsets.tolist()
-        return list(zip(ends[:-1], ends[1:], strict=True))
+        return list(itertools.pairwise(ends))
 
     def activations(self, start: int = 0, stop: int | None = None) -> Bool[np.ndarray, "t L E"]:
         """Which experts the steps [start, stop) activated."""

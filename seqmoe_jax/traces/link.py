@@ -25,6 +25,7 @@ class Link(NamedTuple):
     key: np.ndarray  # int64[Q]
     confidence: np.ndarray  # float64[Q]
     deadline: np.ndarray  # int64[Q]
+    saving: np.ndarray  # float64[Q]: stall that a task is expected to save, in transfers
     kept: np.ndarray  # int64[Q]: scratch of Algorithm 1
     budget: np.ndarray  # float64[2]: B_avg, B_cur
     dry: np.ndarray  # bool[1]: the queue ran dry in this layer
@@ -39,7 +40,8 @@ class LinkConfig(NamedTuple):
     chunks: int  # a demand miss waits for at most one of these parts of a transfer; 1: for all of it
     margin: float  # a newcomer must be worth this much more than its victim
     compare: bool  # whether it must be worth more at all
-    late: bool  # whether an idle link starts what cannot be complete at its deadline
+    late: bool  # whether what cannot be complete at its deadline counts for the part that can
+    protect: bool  # whether a landed prefetch stays until its layer has run, whatever its value
     layers: int
 
 
@@ -59,6 +61,7 @@ def new_link(queue: int, cost: float) -> Link:
         key=np.zeros(queue, np.int64),
         confidence=np.zeros(queue),
         deadline=np.zeros(queue, np.int64),
+        saving=np.zeros(queue),
         kept=np.zeros(queue, np.int64),
         budget=np.full(2, 1 / cost),
         dry=np.zeros(1, bool),
@@ -78,13 +81,13 @@ def next_layer(link, config):
 
 @compiled
 @no_type_check
-def land(pool, link, moved, position, fraction):
+def land(pool, link, moved, config, position):
     """The transfer in flight has arrived. Paper 7.2: FETCH -> COMPUTE, or USED where its layer has passed."""
     s = link.flying[1]
-    pool.state[s] = COMPUTE if link.flying[2] > position else USED
+    pool.state[s] = COMPUTE if link.flying[2] > position and config.protect else USED
     pool.deadline[s] = link.flying[2]
     pool.untouched[s] = True
-    moved.prefetched[0] += fraction
+    moved.prefetched[0] += 1
     link.flying[0] = -1
     link.left[0] = 0.0
 
@@ -152,26 +155,27 @@ def choose(link, config, position, due):
 
 @compiled
 @no_type_check
-def choose_late(link, position):
-    """The surest task of the next layer, which cannot be complete in time: what it has moved by then shortens the
-    wait."""
-    best = -1
-    for i in range(link.size[0]):
-        if link.deadline[i] == position + 1 and (best < 0 or link.confidence[i] > link.confidence[best]):
-            best = i
-    return best
+def choose_late(link, config, position, elapsed):
+    """Algorithm 1 over the stall that each task is expected to save: a transfer that starts too late to be complete
+    still shortens the wait by what it has moved."""
+    n = link.size[0]
+    for i in range(n):
+        link.saving[i] = link.confidence[i] * min(1.0, (link.deadline[i] - position - elapsed) / config.cost)
+    current, average = link.budget[1], link.budget[0]
+    return select_seqmoe(link.saving, link.deadline, n, position, position, current, average, link.kept)
 
 
 @compiled
 @no_type_check
-def start(pool, link, moved, config, position):
+def start(pool, link, moved, config, position, elapsed):
     """Starts the next prefetch; False where there is nothing to start."""
     prune(pool, link, position)
     victim = -2  # not looked for yet
     while link.size[0] > 0:
-        i = choose(link, config, position, position + 1)
-        if i < 0 and config.late:
-            i = choose_late(link, position)
+        if config.late:
+            i = choose_late(link, config, position, elapsed)
+        else:
+            i = choose(link, config, position, position + 1)
         if i < 0:
             return False
         k, deadline = link.key[i], link.deadline[i]
@@ -201,12 +205,13 @@ def start(pool, link, moved, config, position):
 @no_type_check
 def run_link(pool, link, moved, config, position, duration):
     """Transfers during `duration` of compute at `position`."""
+    left = duration
     while True:
-        if link.flying[0] < 0 and not start(pool, link, moved, config, position):
+        if link.flying[0] < 0 and not start(pool, link, moved, config, position, duration - left):
             link.dry[0] = True
             return
-        if link.left[0] > duration:
-            link.left[0] -= duration
+        if link.left[0] > left:
+            link.left[0] -= left
             return
-        duration -= link.left[0]
-        land(pool, link, moved, position, 1.0)
+        left -= link.left[0]
+        land(pool, link, moved, config, position)

@@ -37,7 +37,7 @@ class Rules(NamedTuple):
     keep: float  # weight of the retention score of an expert whose layer is still to come in this step
     tasks_per_layer: int
     threshold: float  # least confidence of a task
-    trigger: int  # layer at which the refined forecast is there; L: never
+    trigger: int  # layer at which forecasts made in mid-step are there; L: never
     horizon: int  # how many steps beyond the running one get tasks
     reach: float  # least confidence of a task beyond the running step
 
@@ -126,7 +126,7 @@ def replay_layer(routed, layer, step, t, rules, config, signals, pool, link, mov
     stall = 0.0
     if flying_missed:
         stall += link.left[0]
-        land(pool, link, moved, position, 1.0)
+        land(pool, link, moved, config, position)
         pool.untouched[link.flying[1]] = False
     elif link.flying[0] >= 0:
         if misses:
@@ -134,7 +134,7 @@ def replay_layer(routed, layer, step, t, rules, config, signals, pool, link, mov
             stall += wait
             link.left[0] -= wait
             if link.left[0] <= 1e-9:
-                land(pool, link, moved, position, 1.0)
+                land(pool, link, moved, config, position)
         if link.flying[0] >= 0 and config.chunks > 1 and link.flying[2] <= position:
             drop(pool, link, moved, config)  # its layer runs now, and without it
     for expert in routed:

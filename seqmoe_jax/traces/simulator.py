@@ -50,11 +50,12 @@ class Simulation:
     hot_steps: int = 32  # policy `prefill-hot`, where a trace has no prompt: this many first steps stand in for it
     alpha: float = 0.1  # of the budget's moving average
 
-    refine: bool = False  # forecast the upper layers anew in mid-step
+    early: bool = False  # forecast the next step's lower layers in mid-step: the paper's predictor at L/2
+    refine: bool = False  # forecast this step's upper layers anew in mid-step
     chunks: int = 1  # parts of a transfer; a demand miss interrupts between them
     compare: bool = False  # a prefetch must be worth more than what it evicts
     margin: float = 0.0  # by this much
-    late: bool = False  # an idle link starts transfers for the next layer that will not be complete in time
+    late: bool = False  # transfers that cannot be complete in time count for the part that can
     horizon: int = 0  # steps beyond the running one that get tasks
     reach: float = 0.3  # least confidence of those
 
@@ -120,7 +121,7 @@ def simulate(
         next_use=np.zeros(keys, np.int64),
     )
     trigger = trace.layers  # never
-    if config.refine and forecasts is not None and forecasts.trigger is not None:
+    if (config.refine or config.early) and forecasts is not None and forecasts.trigger is not None:
         trigger = forecasts.trigger
     rules = loop.Rules(
         policy=_RULES.get(config.policy, loop.SCORED),
@@ -131,14 +132,16 @@ def simulate(
         horizon=config.horizon if config.prefetcher != "none" else 0,
         reach=config.reach,
     )
+    scored = config.policy in ("forecast", "forecast-direct")
     link_config = links.LinkConfig(
         scheduler=_SCHEDULERS[config.prefetcher],
         cost=cost,
         alpha=config.alpha,
         chunks=config.chunks,
         margin=config.margin,
-        compare=config.compare and config.policy in ("forecast", "forecast-direct"),
+        compare=config.compare and scored,
         late=config.late,
+        protect=not (config.compare and scored),
         layers=trace.layers,
     )
     if rules.policy in (loop.BELADY, loop.BELADY_8):
@@ -174,6 +177,7 @@ def _check(trace: Trace, config: Simulation, forecasts: Forecasts | None) -> Non
         ("rollout", config.policy == "forecast" or (config.horizon > 0 and config.prefetcher != "none")),
         ("retention", config.policy == "forecast-direct"),
         ("refined", config.refine),
+        ("early", config.early),
     ]
     for name, needed in wanted:
         if needed and getattr(forecasts, name) is None:
@@ -214,12 +218,12 @@ def _signals(trace, config, forecasts, hot, next_use, start: int, stop: int) -> 
     ahead = np.zeros((0, 0, keys), np.float32)
     if forecasts is not None and (config.prefetcher != "none" or config.policy.startswith("forecast")):
         probability = _rows(forecasts.next, start, stop)
-        if config.refine:
-            refined = _rows(forecasts.refined, start, stop)
-            if forecasts.early is not None:
-                # Read at the trigger of step t, about step t + 1; after the last step nothing comes.
-                early = _rows(forecasts.early, start + 1, stop + 1)
-                early = np.pad(early, ((0, stop - start - early.shape[0]), (0, 0)))
+        if config.refine or config.early:
+            refined = _rows(forecasts.refined, start, stop) if config.refine else probability
+        if config.early:
+            # Read at the trigger of step t, about step t + 1; after the last step nothing comes.
+            early = _rows(forecasts.early, start + 1, stop + 1)
+            early = np.pad(early, ((0, stop - start - early.shape[0]), (0, 0)))
         if config.horizon and config.prefetcher != "none":
             ahead = forecasts.rollout[start:stop, : config.horizon].astype(np.float32)
             ahead = ahead.reshape(stop - start, config.horizon, keys)

@@ -1,0 +1,85 @@
+"""`seqmoe simulate` as a user calls it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from seqmoe_jax.errors import ConfigError, TraceError
+from seqmoe_jax.traces.command import add_arguments, run
+from seqmoe_jax.traces.forecasters import FirstOrder
+from seqmoe_jax.traces.forecasts import write_forecasts
+
+EXCERPT = str(Path(__file__).parents[1] / "data" / "gptoss20b_excerpt.npz")
+
+
+def simulate(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args([EXCERPT, "--residency", "0.45", *words]))
+
+
+@pytest.fixture(scope="session")
+def first_order(excerpt, tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("forecasts") / "f.npz"
+    write_forecasts(path, FirstOrder.fit(excerpt.select("train")).forecasts(excerpt.select("test"), rollout=1))
+    return str(path)
+
+
+def test_json_has_the_promised_names(capsys):
+    assert simulate("--policy", "belady", "--transfer-cost", "0.72", "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    names = ("hit_rate", "transfers_per_step", "unused_transfers_per_step", "share_of_full_load", "link_bound")
+    assert all(said[name] >= 0 for name in names)
+    assert said["hit_rate"] > 0.9
+    assert (said["policy"], said["transfer_cost"], said["slots"]) == ("belady", 0.72, 345)
+
+
+def test_one_line_for_people(capsys, first_order):
+    words = ["--policy", "forecast-direct", "--prefetcher", "seqmoe", "--split", "test", "--forecasts", first_order]
+    assert simulate(*words, "--transfer-cost", "3", "--threshold", "auto") == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("forecast-direct, prefetcher seqmoe, 345 slots, RHO 3: hit rate 0.")
+    assert said.err == ""
+
+
+def test_beyond_is_set_for_the_link_and_yields_to_what_is_named(capsys, first_order):
+    words = ["--policy", "forecast-direct", "--prefetcher", "seqmoe", "--split", "test", "--forecasts", first_order]
+    simulate(*words, "--beyond", "--transfer-cost", "0.5", "--threshold", "0.1", "--json")
+    said = json.loads(capsys.readouterr().out)
+    assert said["threshold"] == 0.1
+    assert said["chunks"] == 16
+    assert said["late"]
+    assert not said["refine"]  # first order has nothing to say in mid-step
+
+
+def test_transfer_cost_from_the_hardware(capsys):
+    simulate("--expert-bytes", "13e6", "--bandwidth", "50", "--layer-time", "130", "--json")
+    assert json.loads(capsys.readouterr().out)["transfer_cost"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        (["--split", "dev"], TraceError, "no split 'dev'"),
+        (["--forecasts", "none.npz"], TraceError, "no file of forecasts"),
+        (["--prefetcher", "seqmoe"], ConfigError, "needs forecasts"),
+        (["--transfer-cost", "-1"], ConfigError, "transfer cost must be above 0"),
+        (["--bandwidth", "50"], ConfigError, "go together"),
+        (["--transfer-cost", "1", "--bandwidth", "50"], ConfigError, "not both"),
+        (["--skip", "5000"], ConfigError, "the trace has 2306 steps"),
+    ],
+)
+def test_faults(words, error, message):
+    with pytest.raises(error, match=message):
+        simulate(*words)
+
+
+def test_other_commands_do_not_pay_for_the_compiler():
+    code = "import seqmoe_jax.traces.command, seqmoe_jax.cli, sys; sys.exit('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
