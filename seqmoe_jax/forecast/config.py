@@ -33,7 +33,7 @@ class Retention:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PredictorConfig:
-    """Sizes: L `layers`, E `experts`, K `active`; width D, F `refine_width`; `token_rows` embedding rows for `vocabulary` ids.
+    """Sizes: L `layers`, E `experts`, K `active`, width D; `token_rows` embedding rows serve `vocabulary` token ids.
 
     `echo` is the number of past steps searched for an earlier occurrence of the coming token (0: none). `power` is
     applied to routing probabilities before the projections: 0.5 keeps lightly weighted experts visible.
@@ -85,7 +85,9 @@ class PredictorConfig:
     def check(self, *, layers: int, experts: int, active: int, model: str | None = None) -> None:
         """Raises `PredictorError` where this predictor is for another model or shape."""
         if model is not None and model != self.model:
-            raise PredictorError(f"the predictor is for model {self.model!r}, got {model!r}; train one or pass --predictor")
+            raise PredictorError(
+                f"the predictor is for model {self.model!r}, got {model!r}; train one or pass --predictor"
+            )
         if (layers, experts, active) != (self.layers, self.experts, self.active):
             raise PredictorError(
                 f"the predictor of {self.model!r} is for L={self.layers}, E={self.experts}, K={self.active}, "

@@ -1,4 +1,4 @@
-"""The recall table: a predictor and the baselines, one step and rollouts of 1 to 8, per layer, short and long sequences."""
+"""The recall table: a predictor and the baselines, one step and rollouts of 1 to 8, per layer, short and long."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _rollout_hits(
 
     def at(t: Array, state: tuple[Any, Array, Array]) -> tuple[Any, Array, Array]:
         blocks, found, seen = state
-        now = Inputs(*(None if array is None else array[:, t] for array in batch.inputs))
+        now: Inputs = jax.tree.map(lambda array: array[:, t], batch.inputs)
         x, blocks = plain.trunk(config, weights, embed(config, weights, now, dtype), blocks)
         logits, _ = heads(config, weights, x)
         ahead = plain.rollout(config, weights, {"blocks": blocks, "logits": logits}, HORIZON)
@@ -151,7 +151,9 @@ def table(predictors: Mapping[str, Row]) -> str:
     for row in predictors.values():
         columns = list(row["recall_at"])
         break
-    lines = [f"{'recall at top':32}" + "".join(f"{name:>8}" for name in columns) + "   8 ahead   short    long  refined"]
+    lines = [
+        f"{'recall at top':32}" + "".join(f"{name:>8}" for name in columns) + "   8 ahead   short    long  refined"
+    ]
     for name, row in predictors.items():
         ahead = row.get("rollout", [None])[-1]
         refine = row.get("refined", {}).get("recall")

@@ -10,6 +10,7 @@ could, and it also works for tokens that training never saw.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -58,7 +59,7 @@ def token_table(tokens: Int[np.ndarray, " T"], vocabulary: int, least: int = 1) 
 def echo_steps(tokens: Int[np.ndarray, " T"], offsets: Int[np.ndarray, " N1"], window: int) -> Int[np.ndarray, " T"]:
     """For each step the step that its echo comes from, at most `window` steps back; -1 where there is none."""
     found = np.full(len(tokens), -1, np.int64)
-    for start, end in zip(offsets[:-1], offsets[1:], strict=True):
+    for start, end in itertools.pairwise(offsets):
         latest: list[dict[tuple[int, ...], int]] = [{} for _ in range(CONTEXT)]
         sequence = tokens[start:end].tolist()
         for step in range(len(sequence)):
@@ -74,10 +75,12 @@ def echo_steps(tokens: Int[np.ndarray, " T"], offsets: Int[np.ndarray, " N1"], w
     return found
 
 
-def steps_until_use(active: Bool[np.ndarray, "T keys"], offsets: Sequence[int] | np.ndarray) -> UInt8[np.ndarray, "T keys"]:
+def steps_until_use(
+    active: Bool[np.ndarray, "T keys"], offsets: Sequence[int] | np.ndarray
+) -> UInt8[np.ndarray, "T keys"]:
     """Steps from each step to the next one *after it* that uses a key (1 = the very next); `NEVER` where none does."""
     until = np.full(active.shape, NEVER, np.uint8)
-    for start, end in zip(offsets[:-1], offsets[1:], strict=True):
+    for start, end in itertools.pairwise(offsets):
         ahead = np.full(active.shape[1], NEVER, np.uint8)
         for step in range(end - 2, start - 1, -1):
             ahead = np.where(active[step + 1], np.uint8(1), np.minimum(ahead, NEVER - 1) + np.uint8(1))

@@ -38,21 +38,24 @@ def fit(
     weights: dict[str, Any] | None = None,
     teachers: Any = None,
     sampled: bool = False,
+    stop: int | None = None,
     checkpoints: Path | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> Result:
     """Trains; keeps the moving average of the weights that validates best (recall at K + 3, next plus refined).
 
-    Without `validation` the last weights are kept: for a final run on everything, of a length found before.
+    Without `validation` the last weights are kept: for a final run on everything, of a length found before. `stop`
+    ends a run early on the schedule of a longer one.
     With `checkpoints` a directory, the run goes on from the latest checkpoint there.
     """
-    updates = int(recipe.updates)
+    updates = min(int(recipe.updates), stop or int(recipe.updates))
     recipe = jax.tree.map(jnp.float32, recipe)
     begun = time.perf_counter()
     state = start(config, seed, weights)
     # The hardware's own generator: noise is a good part of an update's work.
     key = jax.random.key(seed + 1, impl="rbg")
-    best, best_update, best_params, history = -np.inf, 0, None, []
+    best, best_update, best_params = -np.inf, 0, None
+    history: list[dict[str, float]] = []
     saved = None
     if checkpoints is not None:
         from seqmoe_jax.forecast.checkpoints import Checkpoints  # orbax takes a second to import

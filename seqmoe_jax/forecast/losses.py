@@ -34,7 +34,7 @@ def divergence(
 def ranking(
     logits: Float[Array, "*B L E"], target: Float[Array, "*B L E"], active: int, margin: float | Array
 ) -> Float[Array, "*B L"]:
-    """Hinge of routed against unrouted experts. Only negatives within `margin` of a routed expert, the hard ones, count."""
+    """Hinge of routed against unrouted experts: only negatives within `margin` of a routed one, hard ones, count."""
     routed = jnp.take_along_axis(logits, jax.lax.top_k(target, active)[1], axis=-1)
     gap = jax.nn.relu(margin - routed[..., :, None] + logits[..., None, :])
     return (gap * (target <= 0)[..., None, :]).sum((-1, -2)) / active

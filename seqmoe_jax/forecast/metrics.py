@@ -33,9 +33,7 @@ class Hits(NamedTuple):
         return Hits(self.found + other.found, self.steps + other.steps)
 
 
-def hits(
-    scores: Float[Array, "*B L E"], target: Float[Array, "*B L E"], valid: Bool[Array, "*B"], active: int
-) -> Hits:
+def hits(scores: Float[Array, "*B L E"], target: Float[Array, "*B L E"], valid: Bool[Array, "*B"], active: int) -> Hits:
     """Counts over the valid steps; `target` is positive where routed."""
     widest = min(active + EXTRA - 1, scores.shape[-1])
     chosen = jax.lax.top_k(scores, widest)[1]
@@ -80,6 +78,13 @@ def graph_of(config: PredictorConfig) -> Any:
     return nnx.split(nnx.eval_shape(lambda: Predictor(config, rngs=nnx.Rngs(0))), nnx.Param)[0]
 
 
+def params_of(config: PredictorConfig, weights: dict[str, Any]) -> Any:
+    """The trainable state that holds these weights."""
+    model = Predictor(config, rngs=nnx.Rngs(0))
+    model.load({name: value for name, value in weights.items() if name != "token_table"})
+    return nnx.state(model, nnx.Param)
+
+
 @functools.partial(jax.jit, static_argnames=("config", "bfloat16"))
 def forecast(config: PredictorConfig, params: Any, batch: Batch, bfloat16: bool = False) -> Outputs:
     model = nnx.merge(graph_of(config), params)
@@ -108,7 +113,8 @@ def recall_of(
         again = hits_jit(refined(config, params, batch, outputs, trigger), target, mask, config.active)
         plain = found if plain is None else plain + found
         after = again if after is None else after + again
-    assert plain is not None and after is not None
+    assert plain is not None
+    assert after is not None
     return plain, after
 
 

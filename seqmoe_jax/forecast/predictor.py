@@ -30,7 +30,10 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Logits per position: `next` softmax over E, `retention` sigmoid per key; `hidden` is what `refine` starts from."""
+    """Logits per position: `next` softmax over E, `retention` sigmoid per key.
+
+    `hidden` is what `refine` starts from.
+    """
 
     hidden: Float[Array, "B T D"]
     next: Float[Array, "B T L E"]
@@ -122,7 +125,11 @@ def embed(config: PredictorConfig, w: dict[str, Any], inputs: Inputs, dtype: Any
         x = x + w["token_embed"].astype(dtype)[inputs.rows] @ w["token_proj"].astype(dtype)
     if config.uses_echo and inputs.echo is not None:
         found = (inputs.echo.max(-1, keepdims=True) > 0).astype(dtype)
-        x = x + _routing(config, inputs.echo, dtype) @ w["echo_proj"].astype(dtype) + found * w["echo_bias"].astype(dtype)
+        x = (
+            x
+            + _routing(config, inputs.echo, dtype) @ w["echo_proj"].astype(dtype)
+            + found * w["echo_bias"].astype(dtype)
+        )
     return x
 
 

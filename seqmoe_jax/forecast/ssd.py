@@ -28,9 +28,7 @@ def ssd_chunked(
     chunk = min(chunk, steps)
     padding = -steps % chunk
     if padding:
-        x, dt, b, c = (
-            jnp.pad(array, ((0, 0), (0, padding)) + ((0, 0),) * (array.ndim - 2)) for array in (x, dt, b, c)
-        )
+        x, dt, b, c = (jnp.pad(array, ((0, 0), (0, padding)) + ((0, 0),) * (array.ndim - 2)) for array in (x, dt, b, c))
     count = (steps + padding) // chunk
     x, dt, b, c = (array.reshape(batch, count, chunk, *array.shape[2:]) for array in (x, dt, b, c))
     # Decays are products of many factors: float32, whatever the activations are.
@@ -53,9 +51,7 @@ def ssd_chunked(
         factor, increment = of_chunk
         return carry * factor[..., None, None] + increment, carry
 
-    final, before = lax.scan(
-        pass_on, state.astype(jnp.float32), (jnp.moveaxis(kept, 1, 0), jnp.moveaxis(added, 1, 0))
-    )
+    final, before = lax.scan(pass_on, state.astype(jnp.float32), (jnp.moveaxis(kept, 1, 0), jnp.moveaxis(added, 1, 0)))
     before = jnp.moveaxis(before, 0, 1).astype(x.dtype)  # [B, c, H, P, N]
     from_start = jnp.exp(log_decay).astype(x.dtype)
     carried = jnp.einsum("bcin,bchpn,bcih->bcihp", c, before, from_start)
@@ -78,7 +74,9 @@ def ssd_step(
     return jnp.einsum("bhpn,bn->bhp", state, c.astype(jnp.float32)).astype(x.dtype), state
 
 
-def causal_conv(x: Float[Array, "B T D"], weight: Float[Array, "W D"], bias: Float[Array, " D"]) -> Float[Array, "B T D"]:
+def causal_conv(
+    x: Float[Array, "B T D"], weight: Float[Array, "W D"], bias: Float[Array, " D"]
+) -> Float[Array, "B T D"]:
     """Depthwise convolution over this step and the W - 1 before it (zeros before the first)."""
     width = weight.shape[0]
     padded = jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0)))

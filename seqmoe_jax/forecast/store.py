@@ -18,7 +18,12 @@ from seqmoe_jax.forecast.config import PredictorConfig
 PART_BYTES = 14_000_000
 SHIPPED = Path(__file__).resolve().parent.parent / "predictors"
 EVALUATION = "evaluation.json"
-_TYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32), "I32": np.dtype(np.int32), "U16": np.dtype(np.uint16)}
+_TYPES = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "I32": np.dtype(np.int32),
+    "U16": np.dtype(np.uint16),
+}
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
@@ -68,7 +73,9 @@ def save(
     return paths
 
 
-def load(directory: Path, *, stem: str = "predictor", dtype: Any = np.float32) -> tuple[PredictorConfig, dict[str, Any]]:
+def load(
+    directory: Path, *, stem: str = "predictor", dtype: Any = np.float32
+) -> tuple[PredictorConfig, dict[str, Any]]:
     """The configuration and the plain pytree, matrices in `dtype`. Raises `PredictorError` in one line."""
     paths = sorted(Path(directory).glob(f"{stem}-*.safetensors"))
     if not paths:
@@ -128,7 +135,9 @@ def find(model: str) -> Path:
     return directory
 
 
-def load_named(name: str | Path, model: str | None = None, dtype: Any = np.float32) -> tuple[PredictorConfig, dict[str, Any]]:
+def load_named(
+    name: str | Path, model: str | None = None, dtype: Any = np.float32
+) -> tuple[PredictorConfig, dict[str, Any]]:
     """A predictor by directory, or "auto" for the one that ships for `model`."""
     if name == "auto":
         if model is None:

@@ -19,7 +19,7 @@ from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.forecast.data import Batch, Steps, sample
 from seqmoe_jax.forecast.features import NO_TOKEN, activate
 from seqmoe_jax.forecast.mamba2 import CONV
-from seqmoe_jax.forecast.metrics import graph_of
+from seqmoe_jax.forecast.metrics import graph_of, params_of
 from seqmoe_jax.forecast.noise import Noise, Rates
 from seqmoe_jax.forecast.predictor import Inputs, Outputs, Predictor, membership
 
@@ -70,10 +70,9 @@ ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b1=0.9, b
 
 def start(config: PredictorConfig, seed: int, weights: dict[str, Any] | None = None) -> State:
     """A fresh training state, from random weights or from given ones."""
-    model = Predictor(config, rngs=nnx.Rngs(seed))
-    if weights is not None:
-        model.load(weights)
-    params = nnx.state(model, nnx.Param)
+    params = (
+        nnx.state(Predictor(config, rngs=nnx.Rngs(seed)), nnx.Param) if weights is None else params_of(config, weights)
+    )
     return State(params, jax.tree.map(jnp.copy, params), ADAM.init(params), jnp.zeros((), jnp.int32))
 
 
@@ -93,7 +92,10 @@ def train_update(
     teachers: Any,
     key: Array,
 ) -> tuple[State, dict[str, Array]]:
-    """One update. `teachers` is None or parameters stacked along a new first axis; `sampled` feeds own forecasts back."""
+    """One update.
+
+    `teachers` is None or parameters stacked along a new first axis; `sampled` feeds own forecasts back.
+    """
     key = jax.random.fold_in(key, state.update)
     batch = sample(steps, jax.random.fold_in(key, 0), plan.batch, plan.window, recipe.crop, config)
     gradient = jax.value_and_grad(total_loss, argnums=1, has_aux=True)
@@ -168,7 +170,9 @@ def total_loss(
     if teachers is not None:
         taught = jax.lax.stop_gradient(_teach(config, teachers, batch, known, dtype))
         weight = recipe.teaching
-        follow = (1 - weight) * follow + weight * losses.weighted_mean(losses.divergence(outputs.next, taught[0]), everywhere)
+        follow = (1 - weight) * follow + weight * losses.weighted_mean(
+            losses.divergence(outputs.next, taught[0]), everywhere
+        )
         refine = (1 - weight) * refine + weight * losses.weighted_mean(losses.divergence(refined, taught[1]), above)
         soft = losses.cross_entropy(outputs.retention, taught[2]).mean((-1, -2, -3))
         kept = (1 - weight) * kept + weight * losses.weighted_mean(soft, certain)

@@ -26,7 +26,7 @@ def sequence(steps, batch=2):
 def test_chunked_equals_numpy(model, steps):
     x = sequence(steps)
     got, _ = model.chunked(x)
-    sizes = dict(inner=CONFIG.inner, heads=CONFIG.heads, columns=CONFIG.columns)
+    sizes = {"inner": CONFIG.inner, "heads": CONFIG.heads, "columns": CONFIG.columns}
     want = np.stack([numpy_mamba2.block(model.weights(), row, **sizes) for row in x])
     np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
 

@@ -44,12 +44,12 @@ def test_one_step_at_a_time_equals_the_module_on_whole_sequences(inputs, echo):
     state = plain.init_state(config, 2)
     for t in range(30):
         rows = np.array([t < 30, t < 17])
-        state, following, retention = step(config, weights, state, batch.inputs.features[:, t], jnp.asarray(tokens[:, t]))
+        state, following, retention = step(
+            config, weights, state, batch.inputs.features[:, t], jnp.asarray(tokens[:, t])
+        )
         want = jax.nn.sigmoid(membership(weights, outputs.next[:, t]))
         np.testing.assert_allclose(following[rows], want[rows], rtol=2e-4, atol=2e-5)
-        np.testing.assert_allclose(
-            retention[rows], jax.nn.sigmoid(outputs.retention[:, t])[rows], rtol=2e-4, atol=2e-5
-        )
+        np.testing.assert_allclose(retention[rows], jax.nn.sigmoid(outputs.retention[:, t])[rows], rtol=2e-4, atol=2e-5)
         again = plain.refine(config, weights, state, known[:, t])
         want = jax.nn.sigmoid(membership(weights, refined[:, t], refined=True))
         np.testing.assert_allclose(again[rows], want[rows], rtol=2e-4, atol=2e-5)

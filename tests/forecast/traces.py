@@ -13,9 +13,7 @@ def random_trace(*, lengths, layers, experts, active, vocabulary, seed=0, split=
     steps = sum(lengths)
     tokens = random.integers(0, vocabulary, steps)
     fixed = np.random.default_rng(99)
-    by_token = np.stack(
-        [[fixed.permutation(experts)[:active] for _ in range(layers)] for _ in range(vocabulary)]
-    )
+    by_token = np.stack([[fixed.permutation(experts)[:active] for _ in range(layers)] for _ in range(vocabulary)])
     ids = by_token[tokens]
     noisy = random.random((steps, layers)) < 0.2
     anything = np.argsort(random.random((steps, layers, experts)), axis=-1)[..., :active]

@@ -1,0 +1,159 @@
+"""Training learns, stops, resumes; the stored predictor is the trained one; the commands tie it together."""
+
+import argparse
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from seqmoe_jax.errors import PredictorError, TraceError
+from seqmoe_jax.forecast import command, store
+from seqmoe_jax.forecast.baselines import baselines
+from seqmoe_jax.forecast.config import PredictorConfig, Retention
+from seqmoe_jax.forecast.data import prepare
+from seqmoe_jax.forecast.evaluate import evaluate_baseline, evaluate_predictor, table
+from seqmoe_jax.forecast.export import forecasts_of
+from seqmoe_jax.forecast.features import token_table
+from seqmoe_jax.forecast.fit import fit
+from seqmoe_jax.forecast.predictor import Predictor
+from seqmoe_jax.forecast.training import Plan, Recipe, weights_of
+from seqmoe_jax.forecast.variants import one_retention, without_token
+from seqmoe_jax.traces.format import write_trace
+from tests.forecast.traces import random_trace
+
+SHAPE = {"layers": 3, "experts": 8, "active": 2, "vocabulary": 12}
+TRACE = random_trace(lengths=(40,) * 12, split=["train"] * 9 + ["test"] * 3, **SHAPE)
+TABLE = token_table(TRACE.select("train").tok, 12)
+CONFIG = PredictorConfig(
+    model="some/model", layers=3, experts=8, active=2, width=16, blocks=1, head=8, columns=4, vocabulary=12,
+    token_rows=int(TABLE.max()) + 1, token_width=8, echo=16, refine_width=8,
+    retention=(Retention(), Retention(kind="sum", discount=0.8)),
+)  # fmt: skip
+PLAN = Plan(batch=4, window=64, every=20, warmup=5, bfloat16=False)
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return prepare(TRACE.select("train"), CONFIG, TABLE), prepare(TRACE.select("test"), CONFIG, TABLE)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return Predictor(CONFIG, rngs=nnx.Rngs(0)).weights()
+
+
+@pytest.fixture(scope="module")
+def trained(steps):
+    return fit(CONFIG, PLAN, Recipe(updates=120, learning_rate=1e-2), *steps)
+
+
+@pytest.mark.slow
+def test_training_finds_what_the_token_tells(trained, steps):
+    weights = weights_of(CONFIG, jax.tree.map(jax.numpy.asarray, trained.params))
+    row = evaluate_predictor(CONFIG, trained.params, weights, steps[1])
+    said = forecasts_of(CONFIG, weights | {"token_table": TABLE}, TRACE.select("test"), rollout=0)
+    assert abs(float(said.next.sum(-1).mean()) - 2) < 0.4, "probabilities of being routed sum to about K"
+    others = {name: evaluate_baseline(CONFIG, scores, steps[1]) for name, scores in baselines(steps[0], CONFIG).items()}
+    assert row["recall_at"]["5"] > 0.85 > others["first-order"]["recall_at"]["5"]
+    assert row["steps"] == 3 * 39, "the first step of a sequence has no routing before it"
+    assert row["rollout"][0] == pytest.approx(row["recall_at"]["5"], abs=2e-4)
+    assert row["rollout"][1] < row["rollout"][0], "without its token a step is harder to forecast"
+    assert list(row["recall_at"]) == ["2", "3", "4", "5", "6"]
+    assert len(row["per_layer"]) == 3
+    assert "first-order" in table(others | {"ours": row})
+
+
+def test_a_stored_predictor_forecasts_the_same(weights, tmp_path):
+    paths = store.save(tmp_path, CONFIG, weights, TABLE, part_bytes=4000)
+    assert len(paths) > 1
+    config, loaded = store.load(tmp_path)
+    assert config == CONFIG
+    np.testing.assert_array_equal(loaded["token_table"], TABLE)
+    held = TRACE.select("test")
+    said = forecasts_of(config, loaded, held, rollout=2)
+    said.check(held)
+    exact = forecasts_of(config, weights | {"token_table": TABLE}, held, rollout=2)
+    np.testing.assert_allclose(said.next, exact.next, atol=0.05)
+    smaller, fewer = one_retention(config, loaded, 1)
+    again = forecasts_of(smaller, fewer, held, rollout=0)
+    np.testing.assert_allclose(again.retention, forecasts_of(config, loaded, held, rollout=0, retention=1).retention)
+    paths[1].unlink()
+    with pytest.raises(PredictorError, match="parts of a predictor, found"):
+        store.load(tmp_path)
+    paths[0].write_bytes(b"nothing")
+    with pytest.raises(PredictorError, match="not a predictor file"):
+        store.load(tmp_path)
+
+
+def test_a_predictor_trained_without_tokens_can_do_without_their_weights(weights):
+    config, fewer = without_token(CONFIG, weights)
+    held = TRACE.select("test")
+    blanked = dataclasses.replace(CONFIG, echo=0)
+    blank = {name: value for name, value in weights.items() if not name.startswith("echo")}
+    nothing = np.zeros(12, np.int32)
+    want = forecasts_of(blanked, blank | {"token_table": nothing}, held, rollout=0)
+    np.testing.assert_allclose(forecasts_of(config, fewer, held, rollout=0).next, want.next, atol=2e-3)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_where_it_was(steps, tmp_path):
+    recipe = Recipe(updates=60, learning_rate=1e-2)
+    whole = fit(CONFIG, PLAN, recipe, *steps, checkpoints=tmp_path / "a")
+    fit(CONFIG, PLAN, recipe, *steps, checkpoints=tmp_path / "b", stop=40)
+    lines = []
+    rest = fit(CONFIG, PLAN, recipe, *steps, checkpoints=tmp_path / "b", log=lines.append)
+    assert lines[0] == "resuming after update 40"
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), whole.params, rest.params)
+    with pytest.raises(PredictorError, match="checkpoints of another predictor"):
+        fit(dataclasses.replace(CONFIG, model="other"), PLAN, recipe, *steps, checkpoints=tmp_path / "b")
+
+
+@pytest.mark.slow
+def test_scheduled_sampling_and_teachers(trained, steps):
+    weights = weights_of(CONFIG, jax.tree.map(jax.numpy.asarray, trained.params))
+    teachers = jax.tree.map(lambda value: np.stack([value, value]), trained.params)
+    result = fit(CONFIG, PLAN, Recipe(updates=20), *steps, weights=weights, sampled=True, teachers=teachers)
+    assert result.history[-1]["recall"] > 0.7
+
+
+def parse(add, *words):
+    parser = argparse.ArgumentParser()
+    add(parser)
+    return parser.parse_args([str(word) for word in words])
+
+
+@pytest.mark.slow
+def test_commands(tmp_path, capsys):
+    write_trace(tmp_path / "T.npz", TRACE)
+    small = ("--width", 64, "--blocks", 1, "--updates", 10, "--batch", 2, "--model", "some/model", "--json")
+    args = parse(command.add_train_arguments, tmp_path / "T.npz", "--out", tmp_path / "p", *small)
+    assert command.train(args) == 0
+    capsys.readouterr()
+    words = (tmp_path / "T.npz", "--predictor", tmp_path / "p", "--model", "some/model", "--json")
+    assert command.evaluate(parse(command.add_evaluate_arguments, *words)) == 0
+    rows = json.loads(capsys.readouterr().out)["predictors"]
+    assert set(rows) == {"popularity", "repeat-last", "first-order", "activations+token"}
+    assert (tmp_path / "p" / "evaluation.json").exists()
+
+
+def test_errors_are_one_line(tmp_path):
+    write_trace(tmp_path / "T.npz", TRACE)
+    with pytest.raises(PredictorError, match="no predictor here"):
+        command.evaluate(parse(command.add_evaluate_arguments, tmp_path / "T.npz", "--predictor", tmp_path))
+    with pytest.raises(PredictorError, match="no predictor ships for model 'a/b'"):
+        command.evaluate(
+            parse(command.add_evaluate_arguments, tmp_path / "T.npz", "--predictor", "auto", "--model", "a/b")
+        )
+    with pytest.raises(PredictorError, match="needs a model"):
+        store.load_named("auto")
+    with pytest.raises(TraceError, match="no split 'dev'"):
+        command.evaluate(parse(command.add_evaluate_arguments, tmp_path / "T.npz", "--split", "dev"))
+    with pytest.raises(PredictorError, match="is for model 'some/model', got 'x'"):
+        CONFIG.check(layers=3, experts=8, active=2, model="x")
+    with pytest.raises(PredictorError, match="not a predictor's configuration"):
+        PredictorConfig.from_dict({"layers": 3})
+    with pytest.raises(PredictorError, match="inputs must be one of"):
+        dataclasses.replace(CONFIG, inputs="tokens")
