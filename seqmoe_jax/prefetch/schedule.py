@@ -25,11 +25,16 @@ class Budget:
 
     average: float
     current: float
-    alpha: float = 0.1  # weight of what a layer left over or overspent
+    alpha: float = 0.1  # weight of the last layer
 
     def at_next_layer(self, *, queue_ran_dry: bool = False) -> Budget:
-        """Lines 1 to 3. A layer whose queue ran dry left budget over for want of tasks, not of bandwidth: counting
-        that would let the mean grow without bound, so it is passed over."""
+        """Lines 1 to 3: an exponential moving average of the transfers per layer.
+
+        The paper prints B_avg + alpha * B_cur. B_cur is what the layer left over, B_avg less its transfers, so that
+        sum moves away from what was measured: it decays or grows without bound. The average it describes is
+        (1 - alpha) * B_avg + alpha * transfers = B_avg - alpha * B_cur. A layer whose queue ran dry is passed over:
+        it left budget for want of tasks, not of bandwidth.
+        """
         average = next_average(self.average, self.current, self.alpha, queue_ran_dry)
         return Budget(average=average, current=average, alpha=self.alpha)
 
@@ -93,10 +98,9 @@ def is_sorted(values):
 @compiled
 @no_type_check
 def next_average(average, current, alpha, queue_ran_dry):
-    if queue_ran_dry and current > 0:
+    if queue_ran_dry:
         return average
-    # At least something: a budget of nothing could never be raised again.
-    return max(average + alpha * current, 1e-3)
+    return max(average - alpha * current, 1e-3)
 
 
 @compiled

@@ -72,9 +72,7 @@ def new_link(queue: int, cost: float) -> Link:
 @no_type_check
 def next_layer(link, config):
     """Lines 1 to 3 of Algorithm 1."""
-    average = next_average(link.budget[0], link.budget[1], config.alpha, link.dry[0])
-    # The link can never do better than its bandwidth.
-    link.budget[0] = min(average, 1 / config.cost)
+    link.budget[0] = next_average(link.budget[0], link.budget[1], config.alpha, link.dry[0])
     link.budget[1] = link.budget[0]
     link.dry[0] = False
 

@@ -12,6 +12,7 @@ from seqmoe_jax.traces.forecasts import Forecasts
 from seqmoe_jax.traces.simulator import Simulation
 
 CHUNKS = 16  # 64 gained .002 more; a chunk should stay large enough for the link to run at full speed
+EXTRA_TASKS = 6  # per layer beyond K, where the paper has 3: Algorithm 1 takes the surest of them anyway
 
 
 def beyond_paper(config: Simulation, forecasts: Forecasts | None = None, *, chunks: int = CHUNKS) -> Simulation:
@@ -19,26 +20,27 @@ def beyond_paper(config: Simulation, forecasts: Forecasts | None = None, *, chun
 
     `chunks` is 1 for an engine that cannot interrupt a transfer.
     """
+    early = forecasts is not None and forecasts.early is not None
     return replace(
         config,
-        early=forecasts is not None and forecasts.early is not None,
+        early=early,
         refine=forecasts is not None and forecasts.refined is not None,
+        # Next to an early forecast of the next step, an older one adds nothing.
+        horizon=int(not early and forecasts is not None and forecasts.rollout is not None),
         chunks=chunks,
         compare=True,
         keep=0.5,
-        late=config.transfer_cost < 1,
-        extra_tasks=extra_tasks_for(config.transfer_cost),
+        late=True,
+        extra_tasks=EXTRA_TASKS,
         threshold=threshold_for(config.transfer_cost, chunks),
     )
 
 
-def extra_tasks_for(transfer_cost: float) -> int:
-    """Tasks per layer beyond K: a link that moves an expert within a layer has room for guesses."""
-    return 6 if transfer_cost < 1 else 3
-
-
 def threshold_for(transfer_cost: float, chunks: int = CHUNKS) -> float:
-    """Least confidence of a task. A transfer that cannot be interrupted must be surer: a miss waits for all of it."""
+    """Least confidence of a task. Where a transfer cannot be interrupted it must be surer: a miss waits for all of
+    it."""
+    if transfer_cost < 1:
+        return 0.1
     if chunks > 1:
-        return 0.0 if transfer_cost < 1.5 else 0.2
-    return 0.3 if transfer_cost < 2 else 0.5
+        return 0.2
+    return 0.3 if transfer_cost < 2.5 else 0.5

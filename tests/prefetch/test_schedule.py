@@ -99,10 +99,18 @@ def test_the_selected_task_is_the_earliest_of_the_optimal_set(data):
     assert tasks.deadline[at] == tasks.deadline[chosen].min()
 
 
-def test_budget_follows_the_paper_and_stays_bounded():
+def test_budget_is_the_moving_average_of_transfers_per_layer():
     budget = Budget(average=2.0, current=2.0).after_transfer()
     assert budget.current == 1.0
-    assert budget.at_next_layer() == Budget(average=2.1, current=2.1)  # line 2: 2.0 + 0.1 * 1.0
+    assert budget.at_next_layer() == Budget(average=1.9, current=1.9)  # 0.9 * 2.0 + 0.1 * (one transfer)
+    for _ in range(200):
+        for _ in range(3):
+            budget = budget.after_transfer()
+        budget = budget.at_next_layer()
+    assert budget.average == pytest.approx(3.0)
+
+
+def test_budget_learns_nothing_from_a_layer_without_tasks():
     idle = Budget(average=2.0, current=2.0)
     for _ in range(1000):
         idle = idle.at_next_layer(queue_ran_dry=True)

@@ -140,11 +140,12 @@ def test_chunks_shorten_the_wait_of_a_miss(short, noisy):
     assert parts.share_of_full_load > whole.share_of_full_load + 0.02
 
 
-def test_refinement_finds_more_in_the_upper_half(short, noisy):
-    plain = simulate(short, Simulation(**BASE), noisy)
-    refined = simulate(short, Simulation(**BASE, refine=True), noisy)
-    upper = slice(13, None)
-    assert np.mean(refined.hit_rate_per_layer[upper]) > np.mean(plain.hit_rate_per_layer[upper]) + 0.005
+@pytest.mark.parametrize(("name", "layers"), [("refine", slice(13, None)), ("early", slice(0, 12))])
+def test_forecasts_in_mid_step_find_more_in_their_layers(short, noisy, name, layers):
+    base = BASE | {"transfer_cost": 1.0}
+    plain = simulate(short, Simulation(**base), noisy)
+    more = simulate(short, Simulation(**base | {name: True}), noisy)
+    assert np.mean(more.hit_rate_per_layer[layers]) > np.mean(plain.hit_rate_per_layer[layers]) + 0.005
 
 
 def test_comparison_saves_transfers(short, noisy):
@@ -160,7 +161,7 @@ def test_tasks_beyond_the_step_reach_its_first_layers(short, oracle):
 
 
 def test_runs_in_blocks_are_one_run(short, noisy, monkeypatch):
-    config = Simulation(**BASE, chunks=4, refine=True, compare=True, late=True, horizon=2)
+    config = Simulation(**BASE, chunks=4, refine=True, early=True, compare=True, late=True, horizon=2)
     whole = simulate(short, config, noisy)
     monkeypatch.setattr("seqmoe_jax.traces.simulator._BLOCK", 97)
     assert simulate(short, config, noisy) == whole
