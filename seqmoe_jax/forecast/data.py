@@ -47,7 +47,7 @@ class Batch(NamedTuple):
 def prepare(
     trace: Trace,
     config: PredictorConfig,
-    table: Int[np.ndarray, " vocabulary"] | None,
+    table: Integer[np.ndarray, " vocabulary"] | None,
     *,
     room: tuple[int, int] | None = None,
 ) -> Steps:

@@ -8,13 +8,14 @@ from flax import nnx
 
 from seqmoe_jax.forecast import plain
 from seqmoe_jax.forecast.config import PredictorConfig, Retention
-from seqmoe_jax.forecast.data import prepare, window
+from seqmoe_jax.forecast.data import prepare
 from seqmoe_jax.forecast.features import token_table
-from seqmoe_jax.forecast.metrics import graph_of
+from seqmoe_jax.forecast.metrics import cut, forecast, graph_of, params_of, refined
 from seqmoe_jax.forecast.predictor import Predictor, membership
 from tests.forecast.traces import random_trace
 
 TRACE = random_trace(lengths=(30, 17), layers=3, experts=6, active=2, vocabulary=11)
+STEP = jax.jit(plain.step, static_argnums=0)
 TABLE = token_table(TRACE.tok[:20], 11)
 
 
@@ -32,27 +33,27 @@ def make(inputs, echo=8):
 def test_one_step_at_a_time_equals_the_module_on_whole_sequences(inputs, echo):
     config, weights = make(inputs, echo)
     steps = prepare(TRACE, config, TABLE)
-    batch = window(steps, steps.starts, steps.ends, 30, config)
-    model = Predictor(config, rngs=nnx.Rngs(1))
-    model.load({name: value for name, value in weights.items() if name != "token_table"})
-    outputs, _ = model(batch.inputs, valid=batch.valid)
-    known = jnp.where(jnp.arange(config.keys) < 6, batch.target, 0)
-    refined = model.refine(outputs.hidden, outputs.next, known)
+    batch = cut(steps, steps.starts, steps.ends, 30, config)
+    params = params_of(config, weights)
+    outputs = forecast(config, params, batch)
+    again = refined(config, params, batch, outputs, 1)
+    known = np.where(np.arange(config.keys) < 6, batch.target, 0)
+    odds = jax.nn.sigmoid(membership(weights, outputs.next))
+    refined_odds = jax.nn.sigmoid(membership(weights, again, refined=True))
+    kept = jax.nn.sigmoid(outputs.retention)
     tokens = np.full((2, 30), -1, np.int32)
     tokens[0], tokens[1, :17] = TRACE.tok[:30], TRACE.tok[30:]
-    step = jax.jit(plain.step, static_argnums=0)
+    refine = jax.jit(plain.refine, static_argnums=0)
     state = plain.init_state(config, 2)
     for t in range(30):
         rows = np.array([t < 30, t < 17])
-        state, following, retention = step(
+        state, following, retention = STEP(
             config, weights, state, batch.inputs.features[:, t], jnp.asarray(tokens[:, t])
         )
-        want = jax.nn.sigmoid(membership(weights, outputs.next[:, t]))
-        np.testing.assert_allclose(following[rows], want[rows], rtol=2e-4, atol=2e-5)
-        np.testing.assert_allclose(retention[rows], jax.nn.sigmoid(outputs.retention[:, t])[rows], rtol=2e-4, atol=2e-5)
-        again = plain.refine(config, weights, state, known[:, t])
-        want = jax.nn.sigmoid(membership(weights, refined[:, t], refined=True))
-        np.testing.assert_allclose(again[rows], want[rows], rtol=2e-4, atol=2e-5)
+        np.testing.assert_allclose(following[rows], odds[rows, t], rtol=2e-4, atol=2e-5)
+        np.testing.assert_allclose(retention[rows], kept[rows, t], rtol=2e-4, atol=2e-5)
+        after = refine(config, weights, state, known[:, t])
+        np.testing.assert_allclose(after[rows], refined_odds[rows, t], rtol=2e-4, atol=2e-5)
 
 
 def test_one_step_means_over_sequences_and_takes_the_first_retention():
@@ -60,8 +61,8 @@ def test_one_step_means_over_sequences_and_takes_the_first_retention():
     features = jnp.abs(jax.random.normal(jax.random.key(0), (2, 18)))
     tokens = jnp.array([1, 2])
     state = plain.init_state(config, 2)
-    _, each, retention = plain.step(config, weights, state, features, tokens)
-    _, following, score = plain.one_step(config, weights, state, features, tokens)
+    _, each, retention = STEP(config, weights, state, features, tokens)
+    _, following, score = jax.jit(plain.one_step, static_argnums=0)(config, weights, state, features, tokens)
     np.testing.assert_allclose(following, each.mean(0), rtol=1e-6)
     np.testing.assert_allclose(score, retention[:, 0].mean(0), rtol=1e-6)
 
@@ -69,15 +70,17 @@ def test_one_step_means_over_sequences_and_takes_the_first_retention():
 def test_rollout_starts_with_the_one_step_forecast_and_feeds_itself_back():
     config, weights = make("activations+token")
     features = jnp.abs(jax.random.normal(jax.random.key(0), (2, 18)))
-    state, following, _ = plain.step(config, weights, plain.init_state(config, 2), features, jnp.array([1, 2]))
+    state, following, _ = jax.jit(plain.step, static_argnums=0)(
+        config, weights, plain.init_state(config, 2), features, jnp.array([1, 2])
+    )
     before = jax.tree.map(np.asarray, state)
-    ahead = plain.rollout(config, weights, state, 3)
+    ahead = jax.jit(plain.rollout, static_argnums=(0, 3))(config, weights, state, 3)
     assert ahead.shape == (2, 3, 3, 6)
     np.testing.assert_allclose(ahead[:, 0], following, rtol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, state))
     # By hand: the forecast as the next step's routing, of a token that is not known.
     fed = plain.activate(jax.nn.softmax(state["logits"]), 2).reshape(2, 18)
-    _, second, _ = plain.step(config, weights, state, fed, jnp.array([-1, -1]))
+    _, second, _ = STEP(config, weights, state, fed, jnp.array([-1, -1]))
     np.testing.assert_allclose(ahead[:, 1], second, rtol=1e-4, atol=1e-6)
 
 
