@@ -23,7 +23,7 @@ def popularity(steps: Steps, config: PredictorConfig) -> Float[Array, "L E"]:
 
 
 def transitions(steps: Steps, config: PredictorConfig) -> Float[Array, "L E E"]:
-    """Per layer P(e' routed in the next step | e routed), each e weighted by its routing probability."""
+    """Per layer P(e' routed in the next step | e routed in this one)."""
     shape = (config.layers, config.experts)
     counts, given = jnp.zeros((*shape, config.experts)), jnp.zeros(shape)
     for batch in batches(steps, config):
@@ -34,7 +34,7 @@ def transitions(steps: Steps, config: PredictorConfig) -> Float[Array, "L E E"]:
 
 @functools.partial(jax.jit, static_argnames="shape")
 def _count(before: Array, after: Array, shape: tuple[int, int]) -> tuple[Array, Array]:
-    now = before.reshape(-1, *shape).astype(jnp.float32)
+    now = (before.reshape(-1, *shape) > 0).astype(jnp.float32)
     then = (after.reshape(-1, *shape) > 0).astype(jnp.float32)
     return jnp.einsum("nle,nlf->lef", now, then), now.sum(0)
 
