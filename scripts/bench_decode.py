@@ -2,8 +2,9 @@
 
 python scripts/bench_decode.py qwen3-30b-a3b-fp8 --residencies 1.0 0.45 --policies lru seqmoe --out decode.json
 
-Routing is what random weights make of random prompts: flatter than real text, so hit rates are a lower bound. The
-first generation of every setting warms the cache and the programs; the median of the following ones is reported.
+Tokens are sampled at temperature 1, because random weights decoded greedily repeat one token and so one set of
+experts; the routing of random tokens is flatter than that of text, so hit rates are a lower bound. The first
+generation of every setting warms the cache and the programs; the median of the following ones is reported.
 """
 
 from __future__ import annotations
@@ -22,15 +23,19 @@ from seqmoe_jax.compilation import enable_compilation_cache
 from seqmoe_jax.engine import Model, TokenEngine
 from seqmoe_jax.loading import random_model
 from seqmoe_jax.presets import preset_path
+from seqmoe_jax.sampling import SamplingConfig
 
 
-def bench(model: Model, *, policy: str, residency: float, batch: int, prompt: int, new: int, repeats: int) -> dict[str, Any]:
+def bench(
+    model: Model, *, policy: str, residency: float, batch: int, prompt: int, new: int, repeats: int
+) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     engine = TokenEngine(model, policy=policy, residency=residency, max_batch=batch, context=prompt + new)
     runs, first = [], []
     for repeat in range(repeats + 1):
         prompts = [rng.integers(0, model.spec.vocab, prompt).tolist() for _ in range(batch)]
-        tokens = [event.token for event in engine.run(prompts, max_new_tokens=new)]
+        sampling = SamplingConfig(temperature=1.0, seed=repeat)
+        tokens = [event.token for event in engine.run(prompts, max_new_tokens=new, sampling=sampling)]
         if repeat == 0:
             compile_s = engine.last_stats.compile_s
             first = tokens
@@ -80,8 +85,12 @@ def main() -> None:
         "make_model_s": time.perf_counter() - started,
         "rows": [],
     }
-    print(f"{args.preset}: {result['experts_gb']:.1f} GB of experts, made in {result['make_model_s']:.1f} s", flush=True)
-    print("policy       residency  batch   tok/s     spread          hit rate  loads/step  TTFT s   peak GB", flush=True)
+    print(
+        f"{args.preset}: {result['experts_gb']:.1f} GB of experts, made in {result['make_model_s']:.1f} s", flush=True
+    )
+    print(
+        "policy       residency  batch   tok/s     spread          hit rate  loads/step  TTFT s   peak GB", flush=True
+    )
     for residency in args.residencies:
         # At residency 1 nothing is ever evicted: one policy stands for all.
         for policy in ["full"] if residency == 1 else args.policies:

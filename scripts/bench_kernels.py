@@ -55,9 +55,7 @@ def random_slots(layout: ExpertLayout, count: int, seed: int) -> jax.Array:
         spread = 3.0 if dtype == FP8 else 0.03
         return (rng.standard_normal(shape, np.float32) * spread).astype(dtype)
 
-    experts = [
-        layout.pack({f.name: tensor(f.shape, f.dtype) for f in layout.fields}) for _ in range(min(count, 8))
-    ]
+    experts = [layout.pack({f.name: tensor(f.shape, f.dtype) for f in layout.fields}) for _ in range(min(count, 8))]
     some = jnp.asarray(np.stack(experts))
     # One output of the full size, no second copy of it.
     return jax.jit(lambda some: some[jnp.arange(count) % some.shape[0]])(some)
@@ -111,9 +109,7 @@ def decode_configs(layout: ExpertLayout) -> Iterator[Config]:
         yield config
 
 
-def bench_decode(
-    name: str, batch: int, *, gigabytes: float, repeats: int, sweep: bool
-) -> Iterator[dict[str, Any]]:
+def bench_decode(name: str, batch: int, *, gigabytes: float, repeats: int, sweep: bool) -> Iterator[dict[str, Any]]:
     """One result per configuration."""
     per_token, hidden, width, dtype = SHAPES[name]
     layout = swiglu_layout(hidden=hidden, width=width, dtype=dtype)
@@ -187,9 +183,7 @@ def bench_prefill(
         if index and not sweep:
             return
         label = {"config": dataclasses.asdict(config), "default": index == 0}
-        call = jax.jit(
-            partial(grouped_moe, layout=layout, implementation="gpu", config=config), donate_argnums=0
-        )
+        call = jax.jit(partial(grouped_moe, layout=layout, implementation="gpu", config=config), donate_argnums=0)
         try:
             out = call(fresh(), x, slots, block_slots, block_rows)
             error = relative_error(jnp.where(used, out, 0), jnp.where(used, want, 0))
@@ -230,17 +224,13 @@ def describe(result: dict[str, Any]) -> str:
     )
     if "failed" in result:
         return f"{where:40} FAILED {result['failed'][:60]}  {config}"
-    rate = (
-        f"{result['tb_per_s']:6.2f} TB/s" if "tb_per_s" in result else f"{result['tflop_per_s']:6.1f} TFLOP/s"
-    )
+    rate = f"{result['tb_per_s']:6.2f} TB/s" if "tb_per_s" in result else f"{result['tflop_per_s']:6.1f} TFLOP/s"
     default = " *default*" if result.get("default") else ""
     return f"{where:40} {result['us']:8.1f} us {rate}  {config}{default}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write all results as JSON")
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=["peer", "qwen3-30b-fp8", "demo"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4])
@@ -265,9 +255,7 @@ def main() -> int:
     ]
     if args.prefill:
         runs += [
-            bench_prefill(
-                name, tokens=tokens, rows=rows, experts=64, repeats=args.repeats, sweep=not args.no_sweep
-            )
+            bench_prefill(name, tokens=tokens, rows=rows, experts=64, repeats=args.repeats, sweep=not args.no_sweep)
             for name in args.shapes
             for tokens, rows in ((128, 16), (2048, 64))
         ]
@@ -283,9 +271,7 @@ def main() -> int:
         results += part
         if args.out:  # after every shape: an interrupted sweep keeps what it has
             device = jax.devices()[0].device_kind
-            args.out.write_text(
-                json.dumps({"device": device, "jax": jax.__version__, "results": results}, indent=1)
-            )
+            args.out.write_text(json.dumps({"device": device, "jax": jax.__version__, "results": results}, indent=1))
     return 0
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ PROMPTS = (
 RESIDENCIES = ("least", 0.15, 0.25, 0.45, 1.0)
 
 
+def announce(message: str) -> None:
+    print(f"{time.perf_counter():9.1f} s  {message}", file=sys.stderr, flush=True)
+
+
 def generate(engine: TokenEngine, prompts: list[list[int]], new: int, ends: tuple[int, ...]) -> list[list[int]]:
     tokens: list[list[int]] = [[] for _ in prompts]
     for event in engine.run(prompts, max_new_tokens=new, end_tokens=ends):
@@ -45,10 +50,14 @@ def run(
     """Tokens and hit rates of one residency and policy."""
     row: dict[str, Any] = {"policy": policy, "residency": residency}
     for name, batch in (("single", 1), ("batch", 4)):
-        if residency != "least" and residency < 1 and int(residency * model.spec.num_keys) < batch * model.spec.moe.top_k:
+        if (
+            residency != "least"
+            and residency < 1
+            and int(residency * model.spec.num_keys) < batch * model.spec.moe.top_k
+        ):
             row[name] = None  # refused, and rightly so
             continue
-        engine = TokenEngine(model, policy=policy, residency=residency, max_batch=batch)
+        engine = TokenEngine(model, policy=policy, residency=residency, max_batch=batch, announce=announce)
         groups = [[prompt] for prompt in prompts] if batch == 1 else [prompts[:4]]
         tokens, hits = [], []
         for group in groups:

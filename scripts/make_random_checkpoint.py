@@ -87,9 +87,7 @@ def entries(config: Mapping[str, Any]) -> Iterator[Entry]:
             yield source.tensor + "_scale_inv", "BF16", scale_shape(source.shape, names.block)
 
 
-def write_checkpoint(
-    directory: Path, config: Mapping[str, Any], *, shard_size: int = 4 * 10**9, seed: int = 0
-) -> int:
+def write_checkpoint(directory: Path, config: Mapping[str, Any], *, shard_size: int = 4 * 10**9, seed: int = 0) -> int:
     """Writes the directory and returns the bytes of weights."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
-import jax
-
 from pallas_kernels.backend import Implementation
 from seqmoe_jax.compilation import enable_compilation_cache
 from seqmoe_jax.decode import STOPPED
@@ -47,9 +45,14 @@ class Engine:
         """Of the last generation."""
         return self.tokens.last_stats
 
-    @overload
+    @overload  # type: ignore[overload-overlap]  # a string is a sequence of strings too
     def generate(
-        self, prompt: str, *, max_new_tokens: int = ..., sampling: SamplingConfig | None = ..., stop: Sequence[str] = ...
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = ...,
+        sampling: SamplingConfig | None = ...,
+        stop: Sequence[str] = ...,
     ) -> Generation: ...
     @overload
     def generate(
@@ -180,6 +183,7 @@ def load(
     enable_compilation_cache()
     shown = sys.stderr.isatty() if progress is None else progress
     tokenizer: Tokenizer
+    ends: tuple[int, ...]
     with _LoadBar(shown, str(model)) as bar:
         if random_weights:
             loaded = random_model(preset_path(str(model)), dtype=dtype, name=str(model), progress=bar)
@@ -231,7 +235,8 @@ class _LoadBar:
     """A progress bar over bytes read, shown for what takes longer than a second."""
 
     def __init__(self, shown: bool, name: str):
-        self._shown, self._name, self._bar = shown, name, None
+        self._shown, self._name = shown, name
+        self._bar: Any = None
 
     def __enter__(self) -> Callable[[int, int], None] | None:
         return self._update if self._shown else None
@@ -245,14 +250,11 @@ class _LoadBar:
 
         if self._bar is None:
             label = f"loading {self._name}"
-            self._bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, delay=1.0, leave=False, file=sys.stderr)
+            self._bar = tqdm(
+                total=total, desc=label, unit="B", unit_scale=True, delay=1.0, leave=False, file=sys.stderr
+            )
         self._bar.update(done - self._bar.n)
 
 
 def _say(message: str) -> None:
     print(f"seqmoe: {message} (once; kept in the compilation cache)", file=sys.stderr)
-
-
-def backend_name() -> str:
-    """The JAX backend in use."""
-    return jax.default_backend()

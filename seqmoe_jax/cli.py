@@ -7,8 +7,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from seqmoe_jax.errors import ConfigError, SeqMoEError
+
+if TYPE_CHECKING:
+    from seqmoe_jax.engine import Stats
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -17,10 +21,27 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="generate text"))
+    _add_trace_commands(commands)
     doctor = commands.add_parser("doctor", help="what this machine has: backend, memories, link bandwidth, kernels")
     doctor.add_argument("--json", action="store_true", help="machine-readable output")
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _add_trace_commands(commands: argparse._SubParsersAction) -> None:
+    """What works on traces alone; each command's module says which options it has."""
+    from seqmoe_jax.forecast import command as forecast
+    from seqmoe_jax.traces import command as simulation
+
+    simulate = commands.add_parser("simulate", help="hit rate, transfers and share of full load, from a trace")
+    simulation.add_arguments(simulate)
+    simulate.set_defaults(run=simulation.run)
+    train = commands.add_parser("train-predictor", help="train a predictor of expert activations on a trace")
+    forecast.add_train_arguments(train)
+    train.set_defaults(run=forecast.train)
+    evaluate = commands.add_parser("evaluate", help="recall of a predictor beside the baselines, on a trace")
+    forecast.add_evaluate_arguments(evaluate)
+    evaluate.set_defaults(run=forecast.evaluate)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
@@ -98,12 +119,13 @@ def _generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def summary(stats) -> str:
+def summary(stats: Stats) -> str:
     """The one line after a generation."""
     return (
         f"seqmoe: {stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tok/s, first after {stats.ttft_s:.2f} s; "
         f"policy {stats.policy}, {stats.slots} slots (residency {stats.residency:.2f}), hit rate {stats.hit_rate:.3f}, "
-        f"{stats.experts_loaded} experts loaded ({stats.bytes_moved / 1e6:.1f} MB); {stats.backend}, kernels {stats.kernels}"
+        f"{stats.experts_loaded} experts loaded ({stats.bytes_moved / 1e6:.1f} MB); "
+        f"{stats.backend}, kernels {stats.kernels}"
     )
 
 

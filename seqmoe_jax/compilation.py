@@ -25,10 +25,10 @@ def enable_compilation_cache() -> Path | None:
 
     Raises `ConfigError` where the directory cannot be written.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
-        ours = str(cache_directory() / "xla")
-        return Path(ours) if jax.config.jax_compilation_cache_dir == ours else None
     directory = cache_directory() / "xla"
+    configured = jax.config.values["jax_compilation_cache_dir"]
+    if configured is not None:
+        return directory if configured == str(directory) else None
     try:
         directory.mkdir(parents=True, exist_ok=True)
         probe = directory / f".probe-{os.getpid()}"
@@ -36,7 +36,8 @@ def enable_compilation_cache() -> Path | None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(
-            f"{directory}: cannot write the compilation cache ({error.strerror}); set {VARIABLE} to a writable directory"
+            f"{directory}: cannot write the compilation cache ({error.strerror}); "
+            f"set {VARIABLE} to a writable directory"
         ) from error
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

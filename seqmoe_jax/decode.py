@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from seqmoe_jax.experts.cache import CacheConfig, SlotCache, moe_decode, rescore
 from seqmoe_jax.forecast import history
 from seqmoe_jax.models.layers import KV, attention, dense_mlp, einsum, mask_inactive, rms_norm, route
-from seqmoe_jax.models.spec import ModelSpec, MoESpec
-from seqmoe_jax.models.weights import ModelWeights, RouterWeights
+from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
+from seqmoe_jax.models.weights import DenseWeights, ModelWeights
 from seqmoe_jax.sampling import SamplingParams, greedy, sample
 
 RUNNING, STOPPED, EXHAUSTED = range(3)  # what a step says of a sequence: goes on, end token, length reached
@@ -32,6 +33,18 @@ class Sequences(NamedTuple):
     position: Int32[Array, " B"]  # where that token will stand
     remaining: Int32[Array, " B"]  # tokens that may still be sampled
     done: Bool[Array, " B"]
+
+
+@partial(jax.jit, static_argnames=("spec", "batch", "capacity", "dtype"))
+def empty_sequences(*, spec: ModelSpec, batch: int, capacity: int, dtype: np.dtype) -> Sequences:
+    """Room for `capacity` positions of every sequence; nothing in it."""
+
+    def keys_or_values(layer: LayerSpec) -> Float[Array, "B G C D"]:
+        return jnp.zeros((batch, layer.attention.kv_heads, capacity, layer.attention.head_dim), dtype)
+
+    kv = tuple(KV(keys_or_values(layer), keys_or_values(layer)) for layer in spec.layers)
+    flat = jnp.zeros(batch, jnp.int32)
+    return Sequences(kv, flat, flat, flat, jnp.zeros(batch, bool))
 
 
 class Offload(NamedTuple):
@@ -69,7 +82,7 @@ def choose(
     position: Int[Array, " B"],
     config: StepConfig,
 ) -> tuple[Sequences, Int32[Array, " B"], Int32[Array, " B"]]:
-    """Samples the tokens that will stand at `position`, and says which sequences they end. Ended ones stay as they are."""
+    """Samples the tokens that will stand at `position` and says which sequences they end; ended ones stay put."""
     picked = greedy(logits) if config.greedy else sample(logits, sampling, position)
     token = jnp.where(sequences.done, sequences.token, picked)
     remaining = jnp.where(sequences.done, sequences.remaining, sequences.remaining - 1)
@@ -95,33 +108,40 @@ def forward(
 ) -> tuple[Float32[Array, "B V"], Sequences, Offload, Int32[Array, " 3"]]:
     """One token of every sequence through all layers. Returns logits, states, and the counts (routed, hits, misses)."""
     spec, cache = config.spec, offload.cache
+    if config.forecast:
+        # What a newcomer is worth follows from the retention. Kept in the state it would have to be copied: it is
+        # read in every layer and replaced at the end.
+        cache = cache._replace(key_score=history.scores(offload.retention))
     positions = sequences.position[:, None]
     x = weights.embed[sequences.token][:, None, :]
-    kv, routing, counts = list(sequences.kv), [], jnp.zeros(3, jnp.int32)
+    kv, counts = list(sequences.kv), jnp.zeros(3, jnp.int32)
+    routing: list[Int[Array, "B K"]] = []
     for index, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
         with jax.named_scope(f"layer{index}/attention"):
             normed = rms_norm(x, w.attention_norm, spec.norm_eps)
             mixed, kv[index] = attention(normed, kv[index], positions, w.attention, layer.attention, spec.norm_eps)
             x = x + mixed
         normed = rms_norm(x, w.mlp_norm, spec.norm_eps)
-        if isinstance(layer.mlp, MoESpec) and isinstance(w.mlp, RouterWeights):
+        if isinstance(w.mlp, DenseWeights):
+            x = x + dense_mlp(normed, w.mlp)
+        else:
+            assert isinstance(layer.mlp, MoESpec)
             with jax.named_scope(f"layer{index}/moe"):
                 ids, expert_weights = route(normed[:, 0], w.mlp.router, layer.mlp)
                 ids = mask_inactive(ids, ~sequences.done)
-                moe_index = len(routing)
-                y, cache, new = moe_decode(
-                    normed[:, 0], ids, expert_weights, cache, pools[moe_index], moe_index, config.cache
-                )
+                pool = pools[len(routing)]
+                y, cache, new = moe_decode(normed[:, 0], ids, expert_weights, cache, pool, len(routing), config.cache)
                 routing.append(ids)
                 counts += new
                 x = x + y.astype(x.dtype)[:, None]
-        else:
-            x = x + dense_mlp(normed, w.mlp)
+        # Without this XLA recomputes sums of earlier layers inside later fusions, and compiling takes time that
+        # is exponential in the number of layers (ten layers at batch 4 for a GPU: over 280 s, against 18 s).
+        x = jax.lax.optimization_barrier(x)
     retention = offload.retention
     if config.forecast:
         with jax.named_scope("forecast"):
             retention = history.observe(retention, jnp.stack(routing), config.cache.experts)
-            cache = rescore(cache, history.scores(retention))
+            cache = rescore(cache, history.scores(retention))._replace(key_score=offload.cache.key_score)
     with jax.named_scope("head"):
         logits = logits_of(x[:, 0], weights, spec)
     return logits, sequences._replace(kv=tuple(kv)), Offload(cache, retention), counts

@@ -67,14 +67,18 @@ def describe(report: dict[str, Any]) -> str:
         f"python {report['python']}, " + ", ".join(f"{name} {number}" for name, number in report["packages"].items()),
         f"backend: {report['backend']}, {report['devices']} x {report['device']}"
         + (f" (compute capability {report['compute_capability']})" if report["compute_capability"] else ""),
-        f"memory: device {size(report['device_memory'])}, host {size(report['host_memory'])}; kinds {', '.join(report['memory_kinds'])}",
-        "pinned host to device: " + ("no pinned memory" if link is None else f"{link / 1e9:.1f} GB/s (256 MiB, median of 5)"),
+        f"memory: device {size(report['device_memory'])}, host {size(report['host_memory'])}; "
+        f"kinds {', '.join(report['memory_kinds'])}",
+        "pinned host to device: "
+        + ("no pinned memory" if link is None else f"{link / 1e9:.1f} GB/s (256 MiB, median of 5)"),
         f"kernels: {report['kernels']} ({reason})",
         f"compilation cache: {report['compilation_cache_fault'] or report['compilation_cache']}",
         f"presets: {', '.join(report['presets'])}",
     ]
     if report["backend"] == "gpu" and report["pinned_limit_gb"] is None:
-        lines.append("pinned memory: JAX stops at 64 GB; for larger models set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB before starting")
+        lines.append(
+            "pinned memory: JAX stops at 64 GB; for larger models set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB before starting"
+        )
     return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from pallas_kernels.backend import Implementation, resolve
-from seqmoe_jax.decode import RUNNING, Offload, Sequences, StepConfig, StepOutput, jitted_step
+from seqmoe_jax.decode import RUNNING, Offload, Sequences, StepConfig, StepOutput, empty_sequences, jitted_step
 from seqmoe_jax.errors import PromptError, ResidencyError
 from seqmoe_jax.experts.cache import (
     HITS,
@@ -33,7 +33,6 @@ from seqmoe_jax.experts.cache import (
 )
 from seqmoe_jax.experts.policy import Policy, check_policy, rule_of
 from seqmoe_jax.forecast import history
-from seqmoe_jax.models.layers import KV
 from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.models.weights import ModelWeights
 from seqmoe_jax.planning import MAX_BATCH, Plan, Residency, kv_capacity, least_slots, make_plan
@@ -141,6 +140,7 @@ class TokenEngine:
             batch=max_batch,
             context=min(self.context, 2048),
             activation_dtype=self.dtype,
+            implementation=resolve(implementation),
         )
         self.max_batch = max_batch
         everything = self.plan.slots == spec.num_keys
@@ -156,13 +156,8 @@ class TokenEngine:
         self._programs: dict[Any, Any] = {}
         self._compile_s = 0.0
         self._lock = threading.Lock()
-        self._offload = Offload(empty_cache(self.config), jnp.zeros(spec.num_keys, jnp.float32))
-        self._offload = jax.device_put(self._offload, self.device)
         self.last_stats = Stats()
-        if everything:
-            self._keep(np.ones(spec.num_keys, bool))
-        elif self.policy == "full":
-            self._keep(np.arange(spec.num_keys) < self.plan.slots - least_slots(spec, max_batch))
+        self._offload = self._new_offload()
         log.info("%s: policy %s, %d of %d experts have a slot, kernels %s; %s", model.name, self.policy,
                  self.plan.slots, spec.num_keys, self.config.implementation, self.plan.describe())  # fmt: skip
 
@@ -176,13 +171,27 @@ class TokenEngine:
     ) -> Iterator[TokenEvent]:
         """Token ids in, one event per new token, in the order of steps. `last_stats` is complete when it is exhausted.
 
-        `send()`-free cancellation: closing the iterator stops after the steps already dispatched.
+        Closing the iterator ends the generation; steps already dispatched still run.
         Raises `PromptError` for an empty prompt, one longer than the context, or too many.
         """
         sampling = sampling or SamplingConfig()
         self._check(prompts, max_new_tokens)
         with self._lock:
+            if self._offload.cache.blocks.is_deleted():
+                # An interrupt fell between a program taking the cache and its result arriving here.
+                self._offload = self._new_offload()
             yield from self._run(prompts, max_new_tokens, sampling, end_tokens)
+
+    def _new_offload(self) -> Offload:
+        """An empty cache, or one that holds what its policy keeps from the start."""
+        spec = self.model.spec
+        state = Offload(empty_cache(self.config), jnp.zeros(spec.num_keys, jnp.float32))
+        self._offload = jax.device_put(state, self.device)
+        if self.plan.slots == spec.num_keys:
+            self._keep(np.ones(spec.num_keys, bool))
+        elif self.policy == "full":
+            self._keep(np.arange(spec.num_keys) < self.plan.slots - least_slots(spec, self.max_batch))
+        return self._offload
 
     def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         spec = self.model.spec
@@ -191,8 +200,8 @@ class TokenEngine:
         least = least_slots(spec, len(prompts))
         if self.plan.slots < least:
             raise ResidencyError(
-                f"{len(prompts)} sequences with K={spec.moe.top_k} need {least} slots, this engine has {self.plan.slots}; "
-                "load with a higher residency or give fewer prompts"
+                f"{len(prompts)} sequences with K={spec.moe.top_k} need {least} slots, this engine has "
+                f"{self.plan.slots}; load with a higher residency or give fewer prompts"
             )
         if max_new_tokens < 1:
             raise PromptError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -286,7 +295,9 @@ class TokenEngine:
         lengths = np.array([len(p) for p in prompts] + [1] * (batch - len(prompts)), np.int32)
         longest, chunk = int(lengths.max()), chunk_length(batch)
         padded_end = (longest - 1) // chunk * chunk + bucket((longest - 1) % chunk + 1)
-        sequences = self._new_sequences(batch, kv_capacity(max(longest + max_new_tokens, padded_end)))
+        capacity = kv_capacity(max(longest + max_new_tokens, padded_end))
+        with jax.default_device(self.device):
+            sequences = empty_sequences(spec=spec, batch=batch, capacity=capacity, dtype=self.dtype)
         real = np.arange(batch) < len(prompts)
         sequences = sequences._replace(
             position=jax.device_put(lengths, self.device),
@@ -315,7 +326,7 @@ class TokenEngine:
                         device_valid, jnp.asarray(moe_index, jnp.int32))  # fmt: skip
                 program = self._program(
                     ("layer", layer, batch, width, kv[index].k.shape[2]), f"a layer for prompts of {width} tokens",
-                    layer_chunk, *args, layer=layer, config=_PREFILL(config),
+                    layer_chunk, *args, layer=layer, norm_eps=spec.norm_eps, config=self.config,
                 )  # fmt: skip
                 # The old cache is donated: what an interrupt finds in self must be the new one.
                 x, kv[index], cache, new, experts_tokens = program(*args)
@@ -356,15 +367,6 @@ class TokenEngine:
             cache = _keep(cache, pool, mask, jnp.asarray(layer, jnp.int32), config=self.config)
             self._offload = self._offload._replace(cache=cache)
 
-    def _new_sequences(self, batch: int, capacity: int) -> Sequences:
-        def zeros() -> Sequences:
-            shapes = [(batch, a.kv_heads, capacity, a.head_dim) for a in (x.attention for x in self.model.spec.layers)]
-            flat = jnp.zeros(batch, jnp.int32)
-            kv = tuple(KV(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)) for shape in shapes)
-            return Sequences(kv, flat, flat, flat, jnp.zeros(batch, bool))
-
-        return jax.jit(zeros, out_shardings=jax.sharding.SingleDeviceSharding(self.device))()
-
     def _program(self, key: Any, what: str, function: Any, *args: Any, **static: Any) -> Any:
         """The compiled program of a function for these shapes; says so before it compiles."""
         program = self._programs.get(key)
@@ -374,13 +376,6 @@ class TokenEngine:
             program = self._programs[key] = function.lower(*args, **static).compile()
             self._compile_s += time.perf_counter() - started
         return program
-
-
-def _PREFILL(config: StepConfig) -> StepConfig:
-    """Prefill programs do not depend on how tokens are sampled or forecast."""
-    from dataclasses import replace
-
-    return replace(config, greedy=True, forecast=False)
 
 
 def _available_memory(device: jax.Device, weights: ModelWeights) -> int | None:

@@ -92,9 +92,7 @@ def random_model(
 ) -> Model:
     """A model of the given `config.json` (contents or path) with random weights: real shapes, meaningless text."""
     device = device or jax.devices()[0]
-    if not isinstance(config, dict):
-        config = json.loads(Path(config).read_text())
-    spec = spec_from_config(config)
+    spec = spec_from_config(config if isinstance(config, dict) else json.loads(Path(config).read_text()))
     chosen = activation_dtype(spec, device, dtype)
     with jax.default_device(device):
         weights = _random_weights(jax.random.key(seed), spec=spec, dtype=chosen)

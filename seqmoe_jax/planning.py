@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from pallas_kernels.backend import Implementation, rows_to_allocate
 from seqmoe_jax.errors import ConfigError, ResidencyError
 from seqmoe_jax.models.spec import DenseSpec, ModelSpec
 from seqmoe_jax.prefill import CHUNK, block_rows
@@ -67,7 +68,9 @@ def dense_bytes(spec: ModelSpec, activation_bytes: int) -> int:
         a = layer.attention
         count += (a.heads + 2 * a.kv_heads) * a.head_dim * spec.hidden + a.heads * a.head_dim * spec.hidden
         count += 2 * spec.hidden + 2 * a.head_dim
-        count += 3 * spec.hidden * layer.mlp.width if isinstance(layer.mlp, DenseSpec) else spec.hidden * layer.mlp.experts
+        count += (
+            3 * spec.hidden * layer.mlp.width if isinstance(layer.mlp, DenseSpec) else spec.hidden * layer.mlp.experts
+        )
     return count * activation_bytes
 
 
@@ -98,6 +101,7 @@ def make_plan(
     batch: int = 1,
     context: int = 2048,
     activation_dtype: np.dtype | type = np.float32,
+    implementation: Implementation = "xla",
 ) -> Plan:
     """Slots from a residency, from a budget in bytes, or from what the device has `available`.
 
@@ -115,7 +119,8 @@ def make_plan(
     )
     block = spec.expert_layout.block_bytes
     least = least_slots(spec, batch)
-    lowest = f"the least is {least} slots (residency {least / spec.num_keys:.4f}) for {batch} sequence(s), K={spec.moe.top_k}"
+    share = least / spec.num_keys
+    lowest = f"the least is {least} slots (residency {share:.4f}) for {batch} sequence(s), K={spec.moe.top_k}"
     budget = device_memory if device_memory is not None else available
     if residency == "least":
         slots = least
@@ -135,7 +140,11 @@ def make_plan(
                 f"{budget / 1e9:.2f} GB of device memory is not enough: this model needs at least {need / 1e9:.2f} GB "
                 f"with context {context} and batch {batch}; allow more, or shorten the context"
             )
-    plan = Plan(slots=slots, residency=slots / spec.num_keys, slot_cache=slots * block, **fixed)
+    rows = rows_to_allocate(slots, spec.expert_layout, implementation)
+    if device_memory is not None and sum(fixed.values()) + rows * block > device_memory:
+        # The rows that make an array addressable do not fit: stay below the size that needs them.
+        slots = rows = min(slots, 2**31 // block)
+    plan = Plan(slots=slots, residency=slots / spec.num_keys, slot_cache=rows * block, **fixed)
     if available is not None and plan.total > available:
         raise ResidencyError(
             f"residency {plan.residency:.3f} needs {plan.describe()} but {available / 1e9:.2f} GB are available; "

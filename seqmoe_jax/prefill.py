@@ -1,4 +1,4 @@
-"""Prompts through the model, layer by layer (paper 8.4): one small program per prompt-length bucket, used for every layer.
+"""Prompts through the model, layer by layer (paper 8.4): one small program per prompt length, used for all layers.
 
 Unlike decoding, prefill is not one graph: lengths vary, a layer takes long enough to hide its dispatch, and one
 program for all layers keeps compilation short.
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
 from seqmoe_jax.decode import Sequences, StepConfig, StepOutput, choose, logits_of
-from seqmoe_jax.experts.cache import SlotCache, moe_prefill
+from seqmoe_jax.experts.cache import CacheConfig, SlotCache, moe_prefill
 from seqmoe_jax.models.layers import KV, attention, dense_mlp, mask_inactive, rms_norm, route
 from seqmoe_jax.models.spec import LayerSpec, MoESpec
-from seqmoe_jax.models.weights import LayerWeights, ModelWeights, RouterWeights
+from seqmoe_jax.models.weights import DenseWeights, LayerWeights, ModelWeights
 from seqmoe_jax.sampling import SamplingParams
 
 CHUNK = 1024  # most tokens (over all sequences) that pass a layer at once: bounds prefill's workspace
@@ -34,7 +34,7 @@ def chunk_length(batch: int) -> int:
 
 
 def block_rows(tokens: int) -> int:
-    """Rows of a block of tokens that share an expert: large enough to feed matrix units, small enough to waste little."""
+    """Rows of a block of tokens that share an expert: enough to feed matrix units, few enough to waste little."""
     return 64 if tokens >= 512 else 16
 
 
@@ -47,7 +47,7 @@ def embed_chunk(
     return embed[tokens], jnp.broadcast_to(positions, tokens.shape)
 
 
-@partial(jax.jit, static_argnames=("layer", "config"), donate_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnames=("layer", "norm_eps", "config"), donate_argnums=(0, 1, 2))
 def layer_chunk(
     x: Float[Array, "B T H"],
     kv: KV,
@@ -59,21 +59,24 @@ def layer_chunk(
     moe_index: Int[Array, ""],
     *,
     layer: LayerSpec,
-    config: StepConfig,
+    norm_eps: float,
+    config: CacheConfig,
 ) -> tuple[Float[Array, "B T H"], KV, SlotCache, Int32[Array, " 3"], Int32[Array, " E"]]:
     """One layer over one chunk. Returns the counts (routed, hits, misses) and the tokens each expert got."""
-    eps, experts = config.spec.norm_eps, config.cache.experts
-    normed = rms_norm(x, weights.attention_norm, eps)
-    mixed, kv = attention(normed, kv, positions, weights.attention, layer.attention, eps)
+    normed = rms_norm(x, weights.attention_norm, norm_eps)
+    mixed, kv = attention(normed, kv, positions, weights.attention, layer.attention, norm_eps)
     x = x + mixed
-    normed = rms_norm(x, weights.mlp_norm, eps)
-    if not isinstance(layer.mlp, MoESpec) or not isinstance(weights.mlp, RouterWeights):
-        return x + dense_mlp(normed, weights.mlp), kv, cache, jnp.zeros(3, jnp.int32), jnp.zeros(experts, jnp.int32)
+    normed = rms_norm(x, weights.mlp_norm, norm_eps)
+    if isinstance(weights.mlp, DenseWeights):
+        nothing = jnp.zeros(3, jnp.int32), jnp.zeros(config.experts, jnp.int32)
+        return x + dense_mlp(normed, weights.mlp), kv, cache, *nothing
+    assert isinstance(layer.mlp, MoESpec)
+    assert pool is not None
     flat = normed.reshape(-1, x.shape[-1])
     ids, expert_weights = route(flat, weights.mlp.router, layer.mlp)
     ids = mask_inactive(ids, valid.reshape(-1))
     y, cache, counts, tokens_of = moe_prefill(
-        flat, ids, expert_weights, cache, pool, moe_index, config.cache, rows=block_rows(flat.shape[0])
+        flat, ids, expert_weights, cache, pool, moe_index, config, rows=block_rows(flat.shape[0])
     )
     return x + y.astype(x.dtype).reshape(x.shape), kv, cache, counts, tokens_of
 

@@ -27,7 +27,9 @@ class FileTokenizer:
 
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise CheckpointError(f"{path}: expected the model's tokenizer, got no such file; copy it there from the model's page")
+            raise CheckpointError(
+                f"{path}: expected the model's tokenizer, got no such file; copy it there from the model's page"
+            )
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
@@ -55,7 +57,7 @@ class ByteTokenizer:
 
 
 def end_tokens(directory: Path) -> tuple[int, ...]:
-    """`eos_token_id` of `generation_config.json`, else of `config.json`; an id, a list, or none. Raises `ConfigError`."""
+    """`eos_token_id` of `generation_config.json`, else `config.json`: an id, a list, or none. Raises `ConfigError`."""
     for name in ("generation_config.json", "config.json"):
         if not (directory / name).is_file():
             continue
@@ -127,4 +129,6 @@ class TextStream:
     def _overlap(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop string."""
         longest = max((len(stop) for stop in self.stop), default=1) - 1
-        return next((n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in self.stop)), 0)
+        return next(
+            (n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in self.stop)), 0
+        )

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from seqmoe_jax.decode import Offload, StepConfig, forward
+from seqmoe_jax.decode import Offload, StepConfig, empty_sequences, forward
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.loading import load_model
 from seqmoe_jax.testing import tiny_config
@@ -107,7 +107,8 @@ def test_logits_are_equal_to_a_ten_thousandth(case):
     engine = TokenEngine(model, policy="lru", residency=0.3)
     config = StepConfig(spec=model.spec, cache=engine.config, forecast=False, greedy=True)
     step = jax.jit(lambda s, o: forward(s, o, model.weights, model.pools, config=config))
-    sequences, offload = engine._new_sequences(1, 256), engine._offload
+    sequences = empty_sequences(spec=model.spec, batch=1, capacity=256, dtype=engine.dtype)
+    offload = engine._offload
     for position, token in enumerate(tokens):
         sequences = sequences._replace(
             token=jnp.asarray([token], jnp.int32), position=jnp.asarray([position], jnp.int32)

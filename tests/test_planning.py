@@ -55,10 +55,20 @@ def test_without_a_limit_everything_is_resident():
 
 def test_a_budget_is_filled_and_never_exceeded():
     whole = make_plan(QWEN, activation_dtype=ml_dtypes.bfloat16)
-    for budget in (10 * 10**9, 20 * 10**9, 60 * 10**9):
+    for budget in (7 * 10**9, 10 * 10**9, 20 * 10**9, 60 * 10**9):
         plan = make_plan(QWEN, device_memory=budget, activation_dtype=ml_dtypes.bfloat16)
         assert plan.total <= budget
         assert plan.slots == whole.slots or plan.total + QWEN.expert_layout.block_bytes > budget
+
+
+def test_byte_arrays_that_kernels_cannot_address_are_made_larger():
+    block = QWEN.expert_layout.block_bytes
+    for residency in (0.05, 0.1, 0.14, 0.2):
+        plan = make_plan(QWEN, residency=residency, activation_dtype=ml_dtypes.bfloat16, implementation="gpu")
+        rows = plan.slot_cache // block
+        assert rows >= plan.slots
+        assert not 2**31 < rows * block <= 2**32
+        assert make_plan(QWEN, residency=residency).slot_cache == plan.slots * block
 
 
 @pytest.mark.parametrize("residency", [-0.1, 0.0, 1.01, 50])

@@ -15,7 +15,9 @@ VOCAB = 12
 
 def kept(logits, **options) -> list[int]:
     params = SamplingParams.of(SamplingConfig(temperature=1.0, **options), 1)
-    return np.flatnonzero(np.isfinite(np.asarray(filter_logits(jnp.asarray([logits], jnp.float32), params))[0])).tolist()
+    return np.flatnonzero(
+        np.isfinite(np.asarray(filter_logits(jnp.asarray([logits], jnp.float32), params))[0])
+    ).tolist()
 
 
 def expected(logits, top_k, top_p, min_p) -> list[int]:

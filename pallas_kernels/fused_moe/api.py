@@ -48,9 +48,7 @@ def fused_moe(
         case "gpu":
             from pallas_kernels.fused_moe import gpu
 
-            return gpu.fused_moe(
-                x, slots, slot_ids, weights, layout=layout, config=config, interpret=interpret
-            )
+            return gpu.fused_moe(x, slots, slot_ids, weights, layout=layout, config=config, interpret=interpret)
         case "tpu":
             from pallas_kernels.fused_moe import tpu
 

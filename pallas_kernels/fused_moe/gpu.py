@@ -83,9 +83,7 @@ def _kernel(
     source = jax.lax.div(route, jnp.int32(per_vector))
 
     def load_vector(start: int) -> Float32[Array, " cols"]:
-        part = tiles.load(
-            vector_ref.at[source, tiles.span(start, cols, width)], tiles.bound(start, cols, width)
-        )
+        part = tiles.load(vector_ref.at[source, tiles.span(start, cols, width)], tiles.bound(start, cols, width))
         return part.astype(jnp.float32)
 
     @pl.when(slot >= 0)
@@ -105,9 +103,7 @@ def _kernel(
             )
             for name in names
         ]
-        plgpu.store(
-            out_ref.at[route, pl.ds(row, rows)], finish(*values).astype(out_ref.dtype), mask=store_mask
-        )
+        plgpu.store(out_ref.at[route, pl.ds(row, rows)], finish(*values).astype(out_ref.dtype), mask=store_mask)
 
     # An inactive route's row is left unwritten: the down kernel does not read it, `combine_routes` selects it
     # away.

@@ -45,9 +45,7 @@ def fused_moe(
     safe = jnp.maximum(slot_ids, 0).reshape(-1)
     hidden = hidden_dtype(x)
 
-    def one_by_one(
-        x: Float[Array, "B H"], slots: Shaped[Array, "S n"], ids: Int[Array, " R"]
-    ) -> Float32[Array, "R H"]:
+    def one_by_one(x: Float[Array, "B H"], slots: Shaped[Array, "S n"], ids: Int[Array, " R"]) -> Float32[Array, "R H"]:
         def step(i: Int[Array, ""], y: Float32[Array, "R H"]) -> Float32[Array, "R H"]:
             row = jax.lax.dynamic_slice_in_dim(x, i // per_token, 1)
             value = expert(row, jax.lax.dynamic_index_in_dim(slots, ids[i], keepdims=False), hidden, layout)

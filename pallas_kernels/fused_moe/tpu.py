@@ -42,9 +42,7 @@ def gather_scales(
 ) -> Float32[Array, "R rows cols"]:
     """FP8 scales of the experts in slots `ids`; reads those bytes only, not the blocks."""
     field = layout.field(f"{name}_scale")
-    part = jax.vmap(lambda slot: jax.lax.dynamic_slice(slots, (slot, field.offset), (1, field.nbytes))[0])(
-        ids
-    )
+    part = jax.vmap(lambda slot: jax.lax.dynamic_slice(slots, (slot, field.offset), (1, field.nbytes))[0])(ids)
     return jax.lax.bitcast_convert_type(part.reshape(ids.shape[0], *field.shape, 4), jnp.float32)
 
 
@@ -132,9 +130,7 @@ def weight_specs(
     return specs, scales
 
 
-def _kernel(
-    ids_ref: Ref, x_ref: Ref, gate_ref: Ref, up_ref: Ref, down_ref: Ref, *refs: Ref, dtype: np.dtype
-) -> None:
+def _kernel(ids_ref: Ref, x_ref: Ref, gate_ref: Ref, up_ref: Ref, down_ref: Ref, *refs: Ref, dtype: np.dtype) -> None:
     *scales, out_ref = refs
     route, step = pl.program_id(0), pl.program_id(1)
 
@@ -165,9 +161,7 @@ def fused_moe(
     sublanes = SUBLANES * 4 // x.dtype.itemsize
     spread = jnp.broadcast_to(x[:, None], (batch, sublanes, hidden))
     specs, scale_specs = weight_specs(layout, lambda i, ids: jnp.maximum(ids[i], 0))
-    scales = [
-        gather_scales(slots, jnp.maximum(ids, 0), layout, n) for n in ("gate", "up", "down") if scale_specs
-    ]
+    scales = [gather_scales(slots, jnp.maximum(ids, 0), layout, n) for n in ("gate", "up", "down") if scale_specs]
     by_hidden, by_width = row_view(slots, layout, hidden), row_view(slots, layout, width)
     y = pl.pallas_call(
         functools.partial(_kernel, dtype=layout.field("gate").dtype),

@@ -32,9 +32,7 @@ class Config:
 
     def check(self, layout: ExpertLayout) -> None:
         """Raises `ValueError` where the tiles do not fit FP8 scale blocks."""
-        if is_fp8(layout) and (
-            self.depth != FP8_BLOCK or FP8_BLOCK % self.up_cols or FP8_BLOCK % self.down_cols
-        ):
+        if is_fp8(layout) and (self.depth != FP8_BLOCK or FP8_BLOCK % self.up_cols or FP8_BLOCK % self.down_cols):
             raise ValueError(
                 f"grouped_moe config: FP8 experts need depth {FP8_BLOCK} and columns dividing it, got depth "
                 f"{self.depth}, up_cols {self.up_cols}, down_cols {self.down_cols}"

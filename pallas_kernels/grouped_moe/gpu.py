@@ -29,9 +29,7 @@ def _dot_t(a: Float[Array, "M depth"], b: Float[Array, "cols depth"]) -> Float32
     return plgpu.dot(a, b, trans_b=True, precision=precision)
 
 
-def both_indices(
-    rows: Int[Array, " M"], cols: Int[Array, " C"]
-) -> tuple[Int[Array, "M C"], Int[Array, "M C"]]:
+def both_indices(rows: Int[Array, " M"], cols: Int[Array, " C"]) -> tuple[Int[Array, "M C"], Int[Array, "M C"]]:
     """Indices of a tile of gathered rows."""
     shape = rows.shape[0], cols.shape[0]
     return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(cols[None, :], shape)
@@ -61,9 +59,7 @@ def _products(
     below = tiles.bound(col, cols, height)
     count = valid.shape[0] if valid is not None else rows_ref.shape[1]
 
-    def step(
-        i: Int[Array, ""], totals: tuple[Float32[Array, "M cols"], ...]
-    ) -> tuple[Float32[Array, "M cols"], ...]:
+    def step(i: Int[Array, ""], totals: tuple[Float32[Array, "M cols"], ...]) -> tuple[Float32[Array, "M cols"], ...]:
         start = i * depth
         inside = tiles.bound(start, depth, width)
         if valid is None:
@@ -75,9 +71,7 @@ def _products(
         new = []
         for name, total in zip(names, totals, strict=True):
             row = pl.ds(col + tiles.first_row(layout, name), cols)
-            b = tiles.load(
-                weights_ref.at[slot, row, pl.ds(start, depth)], tiles.both(below, inside, (cols, depth))
-            )
+            b = tiles.load(weights_ref.at[slot, row, pl.ds(start, depth)], tiles.both(below, inside, (cols, depth)))
             if bytes_ref is None:
                 new.append(total + _dot_t(a, tiles.weight_values(b, layout, name)))
                 continue
@@ -153,9 +147,7 @@ def _down_kernel(
         _store(out_ref, block, col, y)
 
 
-def _store(
-    ref: tiles.Ref, block: Int[Array, ""], col: Int[Array, ""], value: Float32[Array, "M cols"]
-) -> None:
+def _store(ref: tiles.Ref, block: Int[Array, ""], col: Int[Array, ""], value: Float32[Array, "M cols"]) -> None:
     rows, cols = value.shape
     mask = tiles.both(None, tiles.bound(col, cols, ref.shape[2]), (rows, cols))
     plgpu.store(ref.at[block, :, pl.ds(col, cols)], value.astype(ref.dtype), mask=mask)

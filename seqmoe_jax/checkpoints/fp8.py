@@ -11,16 +11,12 @@ from jaxtyping import Shaped
 from seqmoe_jax.errors import CheckpointError
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-SCALE_DTYPES = tuple(
-    np.dtype(kind) for kind in (np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu)
-)
+SCALE_DTYPES = tuple(np.dtype(kind) for kind in (np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu))
 DEFAULT_BLOCK = (128, 128)
 _VALUES = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
 # Two at once, by the 16 bits that two neighbours make: three times as fast as a cast, and without the GIL.
 _PAIRS = _VALUES[np.arange(65536, dtype=np.uint16).view(np.uint8)].view(np.uint64)
-CHUNK_ELEMS = (
-    1 << 20
-)  # float32 working set of 4 MiB: stays in cache, and peak memory does not grow with the tensor
+CHUNK_ELEMS = 1 << 20  # float32 working set of 4 MiB: stays in cache, and peak memory does not grow with the tensor
 
 
 def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:

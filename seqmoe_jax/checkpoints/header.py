@@ -91,9 +91,7 @@ def parse_header(path: Path, text: bytes, file_size: int) -> dict[str, TensorInf
     for info in infos:
         if info.offset != end:
             what = "overlaps the tensor before it" if info.offset < end else "leaves a hole before it"
-            raise fault(
-                path, f"tensor {_short(info.name)} at byte {end}", f"byte {info.offset}, which {what}"
-            )
+            raise fault(path, f"tensor {_short(info.name)} at byte {end}", f"byte {info.offset}, which {what}")
         end += info.nbytes
     if end != file_size:
         raise fault(path, f"a file of {end} bytes by its header", f"{file_size} bytes")
@@ -138,9 +136,7 @@ def _tensor(path: Path, name: str, entry: object, start: int) -> TensorInfo:
     begin, end = offsets
     nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != nbytes:
-        raise fault(
-            path, f"{label} ({dtype} {_short(shape)}) to take {nbytes} bytes", f"data_offsets {offsets}"
-        )
+        raise fault(path, f"{label} ({dtype} {_short(shape)}) to take {nbytes} bytes", f"data_offsets {offsets}")
     return TensorInfo(
         name=name, dtype=DTYPES[dtype], shape=tuple(shape), path=path, offset=start + begin, nbytes=nbytes
     )

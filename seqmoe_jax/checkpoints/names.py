@@ -43,9 +43,7 @@ def qwen3_moe_names(spec: ModelSpec, available: Set[str]) -> NameMap:
             tensor = f"{theirs}self_attn.{name}.weight"
             dense[f"{ours}attention.{name}"] = Source(tensor=tensor, shape=(attention.head_dim,))
         if isinstance(layer.mlp, MoESpec):
-            dense[ours + "router"] = Source(
-                tensor=theirs + "mlp.gate.weight", shape=(layer.mlp.experts, hidden)
-            )
+            dense[ours + "router"] = Source(tensor=theirs + "mlp.gate.weight", shape=(layer.mlp.experts, hidden))
         else:
             for name, shape in _matrices(hidden, layer.mlp.width).items():
                 dense[f"{ours}mlp.{name}"] = Source(tensor=f"{theirs}mlp.{name}_proj.weight", shape=shape)

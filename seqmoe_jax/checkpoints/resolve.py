@@ -32,9 +32,7 @@ def resolve_model(model: str | Path) -> Path:
     if model != "" and path.is_dir():
         return path
     if path.is_file():
-        raise CheckpointError(
-            f"{model}: expected a model directory, got a file; give the directory it lies in"
-        )
+        raise CheckpointError(f"{model}: expected a model directory, got a file; give the directory it lies in")
     if model == "demo":
         return _demo()
     if isinstance(model, Path) or not HUB_ID.fullmatch(model):
@@ -63,9 +61,7 @@ def read_json(path: Path) -> dict[str, Any]:
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(f"{path}: expected UTF-8 JSON, got {reason}; download the file again") from error
     if not isinstance(value, dict):
-        raise ConfigError(
-            f"{path}: expected a JSON object, got {type(value).__name__}; download the file again"
-        )
+        raise ConfigError(f"{path}: expected a JSON object, got {type(value).__name__}; download the file again")
     return value
 
 
@@ -92,9 +88,7 @@ def _from_hub(model: str) -> Path:
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "an error")
         advice = "check the id; for a gated model accept its licence and run `hf auth login`"
-        raise CheckpointError(
-            f"{model}: expected a model on the Hugging Face Hub, got {status}; {advice}"
-        ) from error
+        raise CheckpointError(f"{model}: expected a model on the Hugging Face Hub, got {status}; {advice}") from error
     except Exception as error:  # whatever the HTTP client of the day raises for no network
         reason = " ".join(str(error).split())[:100] or type(error).__name__
         advice = "connect to the network, or download it elsewhere (`hf download`) and give the directory"
@@ -109,8 +103,6 @@ def _has_weights(directory: Path) -> bool:
         return True
     try:
         weight_map = read_json(directory / "model.safetensors.index.json").get("weight_map", {})
-        return bool(weight_map) and all(
-            (directory / str(name)).is_file() for name in set(weight_map.values())
-        )
+        return bool(weight_map) and all((directory / str(name)).is_file() for name in set(weight_map.values()))
     except (ConfigError, AttributeError, TypeError):
         return False

@@ -57,9 +57,7 @@ class Checkpoint:
         try:
             return self._tensors[name]
         except KeyError:
-            raise fault(
-                self.directory, f"a tensor {name!r}", "none of that name", "is this the right model?"
-            ) from None
+            raise fault(self.directory, f"a tensor {name!r}", "none of that name", "is this the right model?") from None
 
     def tensor(self, name: str) -> np.ndarray:
         """The whole tensor in a fresh array of its own dtype and shape."""
@@ -77,9 +75,7 @@ class Checkpoint:
         info = self.info(name)
         if isinstance(out, np.ndarray):
             if not out.flags.c_contiguous:
-                raise ValueError(
-                    f"cannot read into an array with strides {out.strides}: expected a contiguous one"
-                )
+                raise ValueError(f"cannot read into an array with strides {out.strides}: expected a contiguous one")
             out = out.reshape(-1).view(np.uint8).data
         view = out.cast("B") if out.nbytes else memoryview(b"")
         if byte_offset < 0 or byte_offset + len(view) > info.nbytes:
@@ -88,9 +84,7 @@ class Checkpoint:
             )
         fd = self._files.get(info.path)
         if fd is None:
-            raise CheckpointError(
-                f"{self.directory}: expected an open checkpoint, got a closed one; open it again"
-            )
+            raise CheckpointError(f"{self.directory}: expected an open checkpoint, got a closed one; open it again")
         read_exactly(fd, info.path, view, info.offset + byte_offset)
 
 
@@ -101,9 +95,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     """
     directory = Path(directory)
     if not directory.is_dir():
-        raise CheckpointError(
-            f"{directory}: expected a model directory, got no such directory; check the path"
-        )
+        raise CheckpointError(f"{directory}: expected a model directory, got no such directory; check the path")
     tensors: dict[str, TensorInfo] = {}
     files: dict[Path, int] = {}
     try:
@@ -181,7 +173,5 @@ def _weight_map(index: Path) -> dict[str, str]:
         # Links are fine (the Hugging Face cache is made of them), names that lead out of the directory not.
         parts = PurePosixPath(shard).parts if isinstance(shard, str) else ()
         if len(parts) != 1 or parts[0] in ("..", "/") or "\\" in shard or "\0" in shard:
-            raise fault(
-                index, "shards named by plain file names", repr(shard)[:80], "do not trust this checkpoint"
-            )
+            raise fault(index, "shards named by plain file names", repr(shard)[:80], "do not trust this checkpoint")
     return weight_map

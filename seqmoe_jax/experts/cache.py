@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
-from pallas_kernels.backend import Implementation
+from pallas_kernels.backend import Implementation, rows_to_allocate
 from pallas_kernels.fused_moe import fused_moe
 from pallas_kernels.grouped_moe import assign_blocks, combine, grouped_moe
 from pallas_kernels.layout import ExpertLayout
@@ -41,7 +41,7 @@ class CacheConfig:
 class SlotCache(NamedTuple):
     """Device state of the cache; donated to every program that changes it."""
 
-    blocks: Shaped[Array, "S n"]
+    blocks: Shaped[Array, "rows n"]  # S of them in use
     tables: SlotTables
     key_score: Int32[Array, " keys"]  # score a key gets when it is loaded, under rule `scored`
     clock: Int32[Array, ""]  # layers executed so far: the time of rule `lru`
@@ -51,8 +51,9 @@ def empty_cache(config: CacheConfig) -> SlotCache:
     """No expert resident; or, for an unmanaged cache, tables that say slot = key (blocks still to be filled)."""
     keys = config.layers * config.experts
     tables = empty_tables(keys, config.slots)
+    rows = rows_to_allocate(config.slots, config.layout, config.implementation)
     return SlotCache(
-        blocks=jnp.zeros((config.slots, config.layout.block_elems), config.layout.storage),
+        blocks=jnp.zeros((rows, config.layout.block_elems), config.layout.storage),
         tables=tables,
         key_score=jnp.zeros(keys, jnp.int32),
         clock=jnp.zeros((), jnp.int32),

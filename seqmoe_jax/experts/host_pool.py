@@ -67,9 +67,7 @@ def load_host_pool(
     """
     if len(names.experts) != num_layers or any(len(layer) != num_experts for layer in names.experts):
         found = f"{len(names.experts)} x {sorted({len(layer) for layer in names.experts})}"
-        raise ConfigError(
-            f"expected {num_layers} MoE layers of {num_experts} experts, got {found}; check config.json"
-        )
+        raise ConfigError(f"expected {num_layers} MoE layers of {num_experts} experts, got {found}; check config.json")
     jobs = [_layer_jobs(checkpoint, names, layout, layer) for layer in range(num_layers)]
 
     def place(job: _Job) -> tuple[str, int]:

@@ -22,9 +22,7 @@ def observe(retention: Float32[Array, " keys"], ids: Int[Array, "L B K"], expert
     return DECAY * retention + (1 - DECAY) * active
 
 
-def observe_prompt(
-    retention: Float32[Array, " keys"], share: Float[Array, " keys"]
-) -> Float32[Array, " keys"]:
+def observe_prompt(retention: Float32[Array, " keys"], share: Float[Array, " keys"]) -> Float32[Array, " keys"]:
     """Retention after a prompt, of whose tokens a `share` in [0, 1] activated each expert."""
     return 0.5 * retention + 0.5 * share
 

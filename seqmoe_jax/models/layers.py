@@ -62,7 +62,8 @@ def _attend(
     q: Float[Array, "B T G R D"], kv: KV, positions: Int[Array, "B T"], scale: float
 ) -> Float[Array, "B T G R D"]:
     """Causal softmax attention of T queries over the whole KV capacity; later positions are masked out."""
-    scores = einsum("btgrd,bgcd->bgrtc", q, kv.k) * scale
+    # Keys on the left: the other way XLA:CPU transposes the cache, and for that writes it twice.
+    scores = einsum("bgcd,btgrd->bgcrt", kv.k, q).transpose(0, 1, 3, 4, 2) * scale
     visible = jnp.arange(kv.k.shape[2]) <= positions[:, None, None, :, None]
     scores = jnp.where(visible, scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
@@ -89,7 +90,8 @@ def attention(
     if spec.qk_norm:
         q, k = rms_norm(q, weights.q_norm, eps), rms_norm(k, weights.k_norm, eps)
     q, k = rope(q, positions, spec.rope_theta), rope(k, positions, spec.rope_theta)
-    kv = _write(kv, k, v, positions)
+    # Behind the barrier, or XLA writes once for the cache and once more inside what reads it, and copies the cache.
+    kv = lax.optimization_barrier(_write(kv, k, v, positions))
     q = q.reshape(batch, length, g, n // g, d)
     scale = d**-0.5
     if length <= QUERY_BLOCK or length % QUERY_BLOCK:

@@ -79,7 +79,9 @@ class ModelSpec:
         """The (single) kind of MoE layer. Raises `ConfigError` for a model without experts or with several kinds."""
         kinds = {layer.mlp for layer in self.layers if isinstance(layer.mlp, MoESpec)}
         if len(kinds) != 1:
-            raise ConfigError(f"config.json: expected one kind of MoE layer, got {len(kinds)}; a dense model has nothing to offload")
+            raise ConfigError(
+                f"config.json: expected one kind of MoE layer, got {len(kinds)}; a dense model has nothing to offload"
+            )
         return kinds.pop()
 
     @property
@@ -98,7 +100,9 @@ def _rope_theta(config: Fields) -> float:
         group = config.group(name)
         kind = group.text("rope_type", group.text("type", "default"))
         if kind != "default":
-            raise ConfigError(f"config.json: {name}.rope_type {kind!r} is not supported for this family; supported: 'default'")
+            raise ConfigError(
+                f"config.json: {name}.rope_type {kind!r} is not supported for this family; supported: 'default'"
+            )
     return config.group("rope_parameters").number("rope_theta", config.number("rope_theta", 10000.0))
 
 
@@ -113,12 +117,18 @@ def _weight_dtypes(config: Fields) -> tuple[np.dtype, np.dtype, tuple[int, int] 
         return dtype, dtype, None
     method = quantization.text("quant_method")
     if method != "fp8":
-        raise ConfigError(f"config.json: quantization_config.quant_method {method!r} is not supported here; supported: 'fp8'")
+        raise ConfigError(
+            f"config.json: quantization_config.quant_method {method!r} is not supported here; supported: 'fp8'"
+        )
     if quantization.text("fmt", "e4m3") != "e4m3":
-        raise ConfigError(f"config.json: quantization_config.fmt {quantization.text('fmt')!r} is not supported; supported: 'e4m3'")
+        raise ConfigError(
+            f"config.json: quantization_config.fmt {quantization.text('fmt')!r} is not supported; supported: 'e4m3'"
+        )
     block = quantization.ints("weight_block_size", (128, 128))
     if len(block) != 2 or min(block) <= 0:
-        raise ConfigError(f"config.json: quantization_config.weight_block_size must be two positive integers, got {block}")
+        raise ConfigError(
+            f"config.json: quantization_config.weight_block_size must be two positive integers, got {block}"
+        )
     # Kernels know scales of 128 x 128 blocks; any other block size is dequantised while loading.
     return dtype, FP8 if block == (128, 128) else dtype, (block[0], block[1])
 
@@ -138,9 +148,12 @@ def qwen3_moe(config: Fields) -> ModelSpec:
     head_dim = config.size("head_dim", max(1, hidden // heads))
     if heads % kv_heads or head_dim % 2:
         raise ConfigError(
-            f"config.json: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads} and head_dim {head_dim} even"
+            f"config.json: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads} "
+            f"and head_dim {head_dim} even"
         )
-    attention = AttentionSpec(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope_theta=_rope_theta(config), qk_norm=True)
+    attention = AttentionSpec(
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope_theta=_rope_theta(config), qk_norm=True
+    )
     moe = MoESpec(
         # Files saved by transformers 5 name the count num_local_experts.
         experts=config.size("num_experts", aliases=("num_local_experts",)),
@@ -184,7 +197,9 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     fields = Fields(config)
     family = fields.text("model_type")
     if family not in FAMILIES:
-        raise ConfigError(f"config.json: model_type {family!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+        raise ConfigError(
+            f"config.json: model_type {family!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+        )
     spec = FAMILIES[family](fields)
     spec.moe  # a dense model is refused here, not deep inside  # noqa: B018
     return spec

@@ -60,9 +60,7 @@ def test_ragged_last_blocks():
     assert (out[575, 199], out[511, 127], out[512, 128]) == (9, 6, 9)
 
 
-@pytest.mark.parametrize(
-    "scale", [np.ones((2, 1), np.float32), np.ones((1, 2), np.float16), np.ones((1, 1), np.int32)]
-)
+@pytest.mark.parametrize("scale", [np.ones((2, 1), np.float32), np.ones((1, 2), np.float16), np.ones((1, 1), np.int32)])
 def test_scales_that_do_not_fit(scale):
     with pytest.raises(CheckpointError, match=r"expected scales \[1, 1\] of float32"):
         dequantize(np.ones((4, 4), FP8), scale, dtype=np.float32)

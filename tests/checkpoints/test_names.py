@@ -35,9 +35,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def tensors(
-    config: dict[str, Any] = CONFIG, available: frozenset[str] = frozenset()
-) -> dict[str, np.ndarray]:
+def tensors(config: dict[str, Any] = CONFIG, available: frozenset[str] = frozenset()) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     sources = names_of(spec_from_config(config), available).sources()
     return {source.tensor: rng.standard_normal(source.shape, np.float32) for source in sources}
@@ -167,9 +165,7 @@ def test_fp8_scales_are_found_and_applied(tmp_path: Path):
 
 def test_fp8_faults(tmp_path: Path):
     checkpoint, config = fp8_checkpoint(tmp_path, 4, scales=False)
-    with pytest.raises(
-        CheckpointError, match=r"39 missing \(model.layers.0.self_attn.q_proj.weight_scale_inv"
-    ):
+    with pytest.raises(CheckpointError, match=r"39 missing \(model.layers.0.self_attn.q_proj.weight_scale_inv"):
         check_names(checkpoint, names_of(spec_from_config(config), checkpoint.names))
     checkpoint, config = fp8_checkpoint(tmp_path, 4)
     config["quantization_config"]["weight_block_size"] = [8, 8]

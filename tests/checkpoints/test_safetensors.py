@@ -111,9 +111,7 @@ def test_agrees_with_the_safetensors_package_on_every_dtype(scratch: Path, tenso
 
 def test_reads_what_the_numpy_api_saved(tmp_path: Path):
     rng = np.random.default_rng(0)
-    arrays = {
-        str(dtype): rng.standard_normal((3, 5)).astype(dtype) for dtype in ("f2", "f4", "f8", "i1", "u4")
-    }
+    arrays = {str(dtype): rng.standard_normal((3, 5)).astype(dtype) for dtype in ("f2", "f4", "f8", "i1", "u4")}
     save_file(arrays, tmp_path / SINGLE)
     with open_checkpoint(tmp_path) as checkpoint:
         for name, array in arrays.items():
@@ -137,9 +135,7 @@ def check_all(directory: Path, blob: bytes) -> None:
     assert len(line) < 600
 
 
-@given(
-    edits=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=4)
-)
+@given(edits=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=4))
 @settings(max_examples=250, deadline=None)
 def test_changed_bytes_never_give_anything_but_an_error_or_a_right_answer(
     scratch: Path, edits: list[tuple[float, int]]
@@ -164,9 +160,7 @@ JSON = st.recursive(
     value=JSON,
 )
 @settings(max_examples=200, deadline=None)
-def test_any_json_in_any_place_is_refused_or_right(
-    scratch: Path, name: str, field: str | None, value: object
-):
+def test_any_json_in_any_place_is_refused_or_right(scratch: Path, name: str, field: str | None, value: object):
     header, data = two_tensors()
     if field is None:
         header[name] = value

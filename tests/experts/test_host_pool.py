@@ -59,9 +59,7 @@ def load(checkpoint: Checkpoint, names: NameMap, layout: ExpertLayout, **more: A
     )
 
 
-def packed(
-    checkpoint: Checkpoint, names: NameMap, layout: ExpertLayout, layer: int, expert: int
-) -> np.ndarray:
+def packed(checkpoint: Checkpoint, names: NameMap, layout: ExpertLayout, layer: int, expert: int) -> np.ndarray:
     tensors = {}
     for name, source in names.experts[layer][expert].items():
         dtype = layout.field(name).dtype
@@ -87,9 +85,7 @@ def test_every_expert_is_packed_as_its_layout_says(tmp_path: Path, stored: str, 
     checkpoint, names = written(tmp_path, stored, block=block)
     layout = swiglu_layout(hidden=HIDDEN, width=WIDTH, dtype=dtype)
     steps: list[tuple[int, int]] = []
-    pool = load(
-        checkpoint, names, layout, progress=lambda done, total: steps.append((done, total)), workers=3
-    )
+    pool = load(checkpoint, names, layout, progress=lambda done, total: steps.append((done, total)), workers=3)
     assert len(pool) == LAYERS
     for layer, array in enumerate(pool):
         assert array.shape == (EXPERTS, layout.block_elems)
@@ -160,9 +156,7 @@ def test_random_pool(dtype: np.dtype):
             if dtype == FP8:
                 scales = np.asarray(layout.unpack(rows, name + "_scale"))
                 assert (scales > 0).all()
-                values = (
-                    values * scales.repeat(128, 1).repeat(128, 2)[:, : values.shape[1], : values.shape[2]]
-                )
+                values = values * scales.repeat(128, 1).repeat(128, 2)[:, : values.shape[1], : values.shape[2]]
             assert np.isfinite(values).all()
             assert values.std() == pytest.approx(2 / fan_in**0.5, rel=0.1)
             assert abs(values.mean()) < 0.02 * values.std()

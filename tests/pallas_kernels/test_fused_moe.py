@@ -69,9 +69,7 @@ def test_kernels_agree_with_the_reference(dtype, x_dtype, hidden, width, impleme
     if implementation == "tpu" and width > 128 and width % 128:
         pytest.skip("the TPU kernel takes whole tiles of 128")
     layout, _, args = case(dtype, x_dtype, hidden, width, batch=2)
-    assert error(run(implementation, layout, args), run("xla", layout, args)) < (
-        1e-3 if x_dtype == BF16 else 2e-6
-    )
+    assert error(run(implementation, layout, args), run("xla", layout, args)) < (1e-3 if x_dtype == BF16 else 2e-6)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +113,7 @@ def test_e4m3_bits_are_exact(code):
     from pallas_kernels.fused_moe.tiles import fp8_values
 
     byte = jnp.asarray([code], jnp.uint8)
-    np.testing.assert_array_equal(
-        fp8_values(byte, "bits"), np.asarray(fp8_values(byte, "convert"), np.float32)
-    )
+    np.testing.assert_array_equal(fp8_values(byte, "bits"), np.asarray(fp8_values(byte, "convert"), np.float32))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
@@ -193,9 +189,7 @@ def test_other_layouts_slots_are_refused():
 def test_slot_arrays_that_triton_would_address_wrongly_are_refused():
     def check(slots):
         # Traced only: such an array is never made.
-        jax.eval_shape(
-            lambda array: check_addressable(array), jax.ShapeDtypeStruct((slots, 2**21), jnp.uint8)
-        )
+        jax.eval_shape(lambda array: check_addressable(array), jax.ShapeDtypeStruct((slots, 2**21), jnp.uint8))
 
     check(2**10)
     check(2**11 + 1)

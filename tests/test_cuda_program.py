@@ -1,0 +1,100 @@
+"""The optimised CUDA program of the decode step, compiled without a GPU.
+
+Needs JAX's CUDA plugin (`pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt`, the versions of JAX); skipped
+without it. In a process of its own, because a plugin is loaded once and for all.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("jax_cuda12_plugin") is None, reason="no CUDA plugin")
+
+# What XLA asks of a device that is not there; sizes of an H200.
+TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: 151397597184 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64 device_vendor: "NVIDIA Corporation"
+  device_address_bits: 64 name: "NVIDIA H200"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+PROGRAM = """
+import sys
+from functools import partial
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+from seqmoe_jax.decode import Offload, Sequences, StepConfig, jitted_step
+from seqmoe_jax.experts.cache import CacheConfig, empty_cache
+from seqmoe_jax.loading import _random_weights
+from seqmoe_jax.models.layers import KV
+from seqmoe_jax.models.spec import spec_from_config
+from seqmoe_jax.sampling import SamplingConfig, SamplingParams
+from seqmoe_jax.testing import tiny_config
+
+batch, dtype = int(sys.argv[1]), sys.argv[2]
+changes = dict(hidden_size=256, moe_intermediate_size=128, mlp_only_layers=[], torch_dtype="bfloat16")
+if dtype == "fp8":
+    changes["quantization_config"] = dict(quant_method="fp8", weight_block_size=[128, 128])
+spec = spec_from_config(tiny_config(**changes))
+cache = CacheConfig(layout=spec.expert_layout, layers=3, experts=8, slots=11, rule="scored", managed=True,
+                    implementation="gpu")
+topology = topologies.get_topology_desc(
+    platform="cuda", topology_name="1x1x1", topology="1x1x1", target_config=sys.argv[3])
+device = topology.devices[0]
+on_device = SingleDeviceSharding(device)
+pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
+
+def there(tree, sharding=on_device):
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
+
+flat = jax.ShapeDtypeStruct((batch,), jnp.int32)
+shape = jax.ShapeDtypeStruct((batch, 2, 256, 32), jnp.bfloat16)
+sequences = Sequences((KV(shape, shape),) * 3, flat, flat, flat, jax.ShapeDtypeStruct((batch,), bool))
+offload = Offload(jax.eval_shape(lambda: empty_cache(cache)), jax.ShapeDtypeStruct((24,), jnp.float32))
+weights = jax.eval_shape(partial(_random_weights, spec=spec, dtype=np.dtype(jnp.bfloat16)), jax.random.key(0))
+pools = (jax.ShapeDtypeStruct((8, spec.expert_layout.block_elems), spec.expert_layout.storage),) * 3
+sampling = jax.eval_shape(lambda: SamplingParams.of(SamplingConfig(), batch))
+ends = jax.ShapeDtypeStruct((1,), jnp.int32)
+abstract = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"))
+with use_abstract_mesh(abstract):
+    lowered = jitted_step.lower(
+        there(sequences), there(offload), there(weights), there(pools, pinned), there(sampling), there(ends),
+        config=StepConfig(spec=spec, cache=cache, forecast=True, greedy=True))
+print(spec.expert_layout.block_elems)
+print(lowered.compile().as_text())
+"""
+
+
+@pytest.mark.parametrize(("batch", "dtype"), [(1, "bf16"), (4, "bf16"), (1, "fp8")])
+def test_the_cuda_step_works_in_place_and_reads_the_pool_where_it_is(batch, dtype):
+    environment = os.environ | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(batch), dtype, TARGET],
+        capture_output=True, text=True, env=environment, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    elements, text = done.stdout.split("\n", 1)
+    storage = "u8" if dtype == "fp8" else "u16"
+    buffers = [rf"{storage}\[11,{elements}\]", r"s32\[11\]", r"s32\[24\]", rf"bf16\[{batch},2,256,32\]"]
+    for buffer in buffers:
+        assert re.search(buffer, text), buffer
+        assert not re.findall(rf"= {buffer}\S* (?:copy|copy-start)\(.*", text), buffer
+    # The pool is an operand of the kernel that loads misses, and of nothing else: it stays where it is.
+    uses = re.findall(r".*%pools_\d_[\w.]*[,)].*", text[text.index("ENTRY") :])
+    assert uses
+    assert all("custom-call" in line or "ENTRY" in line or "parameter(" in line for line in uses)
+    donated = 3 * 2 + 4 + 9
+    assert len(re.findall(r"(?:may|must)-alias", text.splitlines()[0])) >= donated - 2
