@@ -2,8 +2,8 @@
 
 python scripts/bench_decode.py qwen3-30b-a3b-fp8 --residencies 1.0 0.45 --policies lru seqmoe --out decode.json
 
-Tokens are sampled at temperature 1, because random weights decoded greedily repeat one token and so one set of
-experts; the routing of random tokens is flatter than that of text, so hit rates are a lower bound. The first
+Tokens are sampled at temperature 1 unless told otherwise: random weights decoded greedily repeat one token, and so
+one set of experts; the routing of random tokens is flatter than that of text, so hit rates are a lower bound. The first
 generation of every setting warms the cache and the programs; the median of the following ones is reported.
 """
 
@@ -27,14 +27,14 @@ from seqmoe_jax.sampling import SamplingConfig
 
 
 def bench(
-    model: Model, *, policy: str, residency: float, batch: int, prompt: int, new: int, repeats: int
+    model: Model, *, policy: str, residency: float, batch: int, prompt: int, new: int, repeats: int, temperature: float
 ) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     engine = TokenEngine(model, policy=policy, residency=residency, max_batch=batch, context=prompt + new)
     runs, first = [], []
     for repeat in range(repeats + 1):
         prompts = [rng.integers(0, model.spec.vocab, prompt).tolist() for _ in range(batch)]
-        sampling = SamplingConfig(temperature=1.0, seed=repeat)
+        sampling = SamplingConfig(temperature=temperature, seed=repeat)
         tokens = [event.token for event in engine.run(prompts, max_new_tokens=new, sampling=sampling)]
         if repeat == 0:
             compile_s = engine.last_stats.compile_s
@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     enable_compilation_cache()
@@ -103,6 +104,7 @@ def main() -> None:
                     prompt=args.prompt,
                     new=args.new,
                     repeats=args.repeats,
+                    temperature=args.temperature,
                 )
                 result["rows"].append(row)
                 if args.out:

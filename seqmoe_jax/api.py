@@ -45,7 +45,7 @@ class Engine:
         """Of the last generation."""
         return self.tokens.last_stats
 
-    @overload  # type: ignore[overload-overlap]  # a string is a sequence of strings too
+    @overload
     def generate(
         self,
         prompt: str,
