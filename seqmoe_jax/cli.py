@@ -99,10 +99,11 @@ def _generate(args: argparse.Namespace) -> int:
     )
     options = dict(max_new_tokens=args.max_new_tokens, sampling=sampling, stop=args.stop)
     if len(args.prompt) == 1 and not args.json:
-        print(args.prompt[0], end="", flush=True)
+        shown = args.prompt[0]  # goes out with the first piece: compilation is announced before that
         for piece in engine.stream(args.prompt[0], **options):
-            print(piece, end="", flush=True)
-        print()
+            print(shown + piece, end="", flush=True)
+            shown = ""
+        print(shown)
     else:
         results = engine.generate(args.prompt, **options)
         if args.json:

@@ -257,15 +257,16 @@ class TokenEngine:
                     stats.new_tokens += 1
                     yield TokenEvent(sequence=index, token=int(values[index]), end=end)
 
+        # Before the first token goes out, so that text is not held up right after it began.
+        step = self._program(
+            ("step", batch, sequences.kv[0].k.shape[2], sampling.greedy), "the decode step", jitted_step,
+            sequences, self._offload, self.model.weights, self.model.pools, params, ends, config=config,
+        )  # fmt: skip
         try:
             yield from events(first, prefill)
             stats.ttft_s = time.perf_counter() - started - self._compile_s
             if not any(alive):
                 return
-            step = self._program(
-                ("step", batch, sequences.kv[0].k.shape[2], sampling.greedy), "the decode step", jitted_step,
-                sequences, self._offload, self.model.weights, self.model.pools, params, ends, config=config,
-            )  # fmt: skip
             decode_started, pending, dispatched, before = time.perf_counter(), deque[StepOutput](), 1, stats.new_tokens
             while any(alive):
                 while len(pending) < RUN_AHEAD and dispatched < max_new_tokens:

@@ -127,7 +127,7 @@ def test_xla_sees_later_writes_and_the_memory_stays_where_it_is():
     assert len(set(pointers)) == 3
     for value, array in enumerate(arrays, 1):
         assert not np.asarray(read_row(array, jnp.int32(1))).any()
-        view = writable_bytes(array).view(np.float32).reshape(2, -1)
+        view = writable_bytes(array).view(layout.storage).reshape(2, -1)
         for change in (0, 10):
             view[1] = value + change
             gc.collect()
