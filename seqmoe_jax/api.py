@@ -173,7 +173,8 @@ def load(
       device_memory: instead of a residency, a budget for weights, slots, KV and workspace: `"12GiB"` or bytes.
       policy: which expert leaves when a missing one needs its slot; see `seqmoe_jax.experts.policy`.
       max_batch: most sequences decoded together, 1 to 8. Each adds K experts to the least number of slots.
-      context: longest prompt + new tokens. Default: what the model was made for.
+      context: longest prompt + new tokens; memory is planned for it. Default: 4096, or what the model was made for
+        if that is less.
       dtype: of activations, "float32" or "bfloat16". Default: float32 on a CPU, the checkpoint's dtype elsewhere.
       kernels: "xla", "gpu" or "tpu". Default: the best that this backend has (`seqmoe doctor` shows it).
       progress: bars and messages on standard error. Default: if that is a terminal.

@@ -54,7 +54,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--residency", type=_residency, metavar="R", help="share of experts with a slot, or 'least'")
     size.add_argument("--device-memory", metavar="SIZE", help="budget instead of a residency, such as 12GiB")
     add("--policy", default="seqmoe", help="seqmoe (default), lru, lfu, prefill-hot or full")
-    add("--context", type=int, metavar="N", help="longest prompt + new tokens (default: the model's)")
+    add("--context", type=int, metavar="N", help="longest prompt + new tokens (default: 4096, at most the model's)")
     add("--dtype", help="of activations: float32 or bfloat16")
     add("--kernels", choices=["xla", "gpu", "tpu"], help="default: the best this backend has")
     add("--random-weights", action="store_true", help="MODEL is a preset of configs/")

@@ -35,7 +35,7 @@ from seqmoe_jax.experts.policy import Policy, check_policy, rule_of
 from seqmoe_jax.forecast import history
 from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.models.weights import ModelWeights
-from seqmoe_jax.planning import MAX_BATCH, Plan, Residency, kv_capacity, least_slots, make_plan
+from seqmoe_jax.planning import DEFAULT_CONTEXT, MAX_BATCH, Plan, Residency, kv_capacity, least_slots, make_plan
 from seqmoe_jax.prefill import bucket, chunk_length, embed_chunk, first_token, keep_last, layer_chunk
 from seqmoe_jax.sampling import SamplingConfig, SamplingParams
 
@@ -129,7 +129,7 @@ class TokenEngine:
         """
         self.model, self.policy, self.announce = model, check_policy(policy), announce
         spec = model.spec
-        self.context = min(context or spec.context, spec.context)
+        self.context = min(context or DEFAULT_CONTEXT, spec.context)
         self.dtype = model.weights.embed.dtype
         self.device = next(iter(model.weights.embed.devices()))
         self.plan: Plan = make_plan(
@@ -138,7 +138,7 @@ class TokenEngine:
             device_memory=device_memory,
             available=_available_memory(self.device, model.weights),
             batch=max_batch,
-            context=min(self.context, 2048),
+            context=self.context,
             activation_dtype=self.dtype,
             implementation=resolve(implementation),
         )
@@ -209,9 +209,10 @@ class TokenEngine:
             if not prompt:
                 raise PromptError(f"prompt {index} is empty: give at least one token")
             if len(prompt) + max_new_tokens > self.context:
+                more = f" or load with a context of up to {spec.context}" if self.context < spec.context else ""
                 raise PromptError(
                     f"prompt {index} has {len(prompt)} tokens and {max_new_tokens} new ones were asked for, "
-                    f"but the context is {self.context}; shorten the prompt or lower max_new_tokens"
+                    f"but the context is {self.context}; shorten the prompt, lower max_new_tokens{more}"
                 )
             if not all(0 <= token < spec.vocab for token in prompt):
                 raise PromptError(f"prompt {index} has a token id outside the vocabulary of {spec.vocab}")
@@ -263,8 +264,9 @@ class TokenEngine:
             sequences, self._offload, self.model.weights, self.model.pools, params, ends, config=config,
         )  # fmt: skip
         try:
-            yield from events(first, prefill)
+            jax.block_until_ready(first.packed)
             stats.ttft_s = time.perf_counter() - started - self._compile_s
+            yield from events(first, prefill)
             if not any(alive):
                 return
             decode_started, pending, dispatched, before = time.perf_counter(), deque[StepOutput](), 1, stats.new_tokens

@@ -14,6 +14,7 @@ from seqmoe_jax.models.spec import DenseSpec, ModelSpec
 from seqmoe_jax.prefill import CHUNK, block_rows
 
 MAX_BATCH = 8
+DEFAULT_CONTEXT = 4096  # memory is planned for the whole context: a longer one has to be asked for
 Residency = float | int | Literal["least"]
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -99,7 +100,7 @@ def make_plan(
     device_memory: int | None = None,
     available: int | None = None,
     batch: int = 1,
-    context: int = 2048,
+    context: int = DEFAULT_CONTEXT,
     activation_dtype: np.dtype | type = np.float32,
     implementation: Implementation = "xla",
 ) -> Plan:
