@@ -122,9 +122,11 @@ def _generate(args: argparse.Namespace) -> int:
 
 def summary(stats: Stats) -> str:
     """The one line after a generation."""
+    by = "" if stats.forecast == "none" else f" (forecast: {stats.forecast})"
     return (
         f"seqmoe: {stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tok/s, first after {stats.ttft_s:.2f} s; "
-        f"policy {stats.policy}, {stats.slots} slots (residency {stats.residency:.2f}), hit rate {stats.hit_rate:.3f}, "
+        f"policy {stats.policy}{by}, {stats.slots} slots (residency {stats.residency:.2f}), "
+        f"hit rate {stats.hit_rate:.3f}, "
         f"{stats.experts_loaded} experts loaded ({stats.bytes_moved / 1e6:.1f} MB); "
         f"{stats.backend}, kernels {stats.kernels}"
     )

@@ -68,6 +68,7 @@ class Stats:
     """What a generation did. Rates are of the decode phase; counts and bytes are of the whole call, prefill included.
 
     `hit_rate`: distinct experts found resident / distinct experts routed, over layers and decode steps.
+    `forecast`: what policy seqmoe scores experts by ("history": discounted frequency of use), "none" for the others.
     """
 
     prompt_tokens: int = 0
@@ -83,6 +84,7 @@ class Stats:
     residency: float = 0.0
     slots: int = 0
     policy: str = ""
+    forecast: str = "none"
     backend: str = ""
     kernels: str = ""
 
@@ -234,6 +236,7 @@ class TokenEngine:
             residency=self.plan.residency,
             slots=self.plan.slots,
             policy=self.policy,
+            forecast="history" if config.forecast else "none",
             backend=jax.default_backend(),
             kernels=self.config.implementation,
         )
