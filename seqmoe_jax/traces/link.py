@@ -180,7 +180,7 @@ def start(pool, link, moved, config, position, elapsed):
         s = find_empty(pool)
         if s < 0:
             if victim == -2:
-                victim = find_victim(pool, position)
+                victim = find_victim(pool, position, USED)
             s = victim
             if s < 0:
                 return False

@@ -56,24 +56,14 @@ def find_empty(pool):
 
 @compiled
 @no_type_check
-def find_victim(pool, position):
-    """The USED slot of the lowest value whose expert does not run now, or -1."""
+def find_victim(pool, position, state):
+    """The slot in `state` of the lowest value whose expert does not run now, or -1.
+
+    USED slots are evictable; where demand finds none, it takes a landed prefetch (COMPUTE).
+    """
     best, lowest = -1, np.inf
     for s in range(pool.state.shape[0]):
-        if pool.state[s] == USED:
-            k = pool.key[s]
-            if pool.value[k] < lowest and pool.locked[k] != position:
-                best, lowest = s, pool.value[k]
-    return best
-
-
-@compiled
-@no_type_check
-def find_protected_victim(pool, position):
-    """Where demand finds no USED slot: the landed prefetch of the lowest value, or -1."""
-    best, lowest = -1, np.inf
-    for s in range(pool.state.shape[0]):
-        if pool.state[s] == COMPUTE:
+        if pool.state[s] == state:
             k = pool.key[s]
             if pool.value[k] < lowest and pool.locked[k] != position:
                 best, lowest = s, pool.value[k]

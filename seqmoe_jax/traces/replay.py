@@ -19,7 +19,6 @@ from seqmoe_jax.traces.pool import (
     NOWHERE,
     USED,
     find_empty,
-    find_protected_victim,
     find_victim,
     place,
     vacate,
@@ -181,9 +180,9 @@ def load(pool, moved, k, position):
     """A demand miss: an EMPTY slot, else the USED one of the lowest value, else a landed prefetch."""
     s = find_empty(pool)
     if s < 0:
-        s = find_victim(pool, position)
+        s = find_victim(pool, position, USED)
         if s < 0:
-            s = find_protected_victim(pool, position)
+            s = find_victim(pool, position, COMPUTE)
         moved.unused[0] += vacate(pool, s)
     place(pool, s, k, USED)
     moved.demanded[0] += 1
