@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from seqmoe_jax.errors import ConfigError, SeqMoEError
 
 if TYPE_CHECKING:
+    from seqmoe_jax.api import Engine
     from seqmoe_jax.engine import Stats
 
 
@@ -29,13 +30,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_trace_commands(commands: argparse._SubParsersAction) -> None:
-    """What works on traces alone; each command's module says which options it has."""
+    """What records traces and what works on them; each command's module says which options it has."""
     from seqmoe_jax.forecast import command as forecast
-    from seqmoe_jax.traces import command as simulation
+    from seqmoe_jax.traces import command as traces
 
+    trace = commands.add_parser("trace", help="record the expert activations of a model on prompts")
+    traces.add_record_arguments(trace)
+    _add_model_options(trace)
+    _add_sampling_options(trace)
+    trace.add_argument("--json", action="store_true", help="machine-readable output")
+    trace.set_defaults(run=_trace)
     simulate = commands.add_parser("simulate", help="hit rate, transfers and share of full load, from a trace")
-    simulation.add_arguments(simulate)
-    simulate.set_defaults(run=simulation.run)
+    traces.add_arguments(simulate)
+    simulate.set_defaults(run=traces.run)
     train = commands.add_parser("train-predictor", help="train a predictor of expert activations on a trace")
     forecast.add_train_arguments(train)
     train.set_defaults(run=forecast.train)
@@ -50,6 +57,15 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("model", nargs="?", default="demo", help="directory, Hugging Face id, 'demo' (default), or a preset")
     add("--prompt", action="append", required=True, help="text to continue; give it again for a batch of up to 8")
     add("--max-new-tokens", type=int, default=128, metavar="N")
+    _add_model_options(parser)
+    _add_sampling_options(parser)
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    add("--json", action="store_true", help="one JSON object (a list for a batch) instead of streamed text")
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    """How a model is loaded."""
+    add = parser.add_argument
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--residency", type=_residency, metavar="R", help="share of experts with a slot, or 'least'")
     size.add_argument("--device-memory", metavar="SIZE", help="budget instead of a residency, such as 12GiB")
@@ -58,13 +74,15 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--dtype", help="of activations: float32 or bfloat16")
     add("--kernels", choices=["xla", "gpu", "tpu"], help="default: the best this backend has")
     add("--random-weights", action="store_true", help="MODEL is a preset of configs/")
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     add("--top-k", type=int, default=0)
     add("--top-p", type=float, default=1.0)
     add("--min-p", type=float, default=0.0)
     add("--seed", type=int, default=0)
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
-    add("--json", action="store_true", help="one JSON object (a list for a batch) instead of streamed text")
 
 
 def _residency(text: str) -> float | str:
@@ -77,7 +95,6 @@ def _residency(text: str) -> float | str:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from seqmoe_jax.api import load
     from seqmoe_jax.sampling import SamplingConfig
 
     sampling = SamplingConfig(
@@ -85,18 +102,7 @@ def _generate(args: argparse.Namespace) -> int:
     )
     if args.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
-    engine = load(
-        args.model,
-        residency=args.residency,
-        device_memory=args.device_memory,
-        policy=args.policy,
-        max_batch=len(args.prompt),
-        context=args.context,
-        dtype=args.dtype,
-        random_weights=args.random_weights,
-        kernels=args.kernels,
-        progress=True if sys.stderr.isatty() or not args.json else None,
-    )
+    engine = _load(args, batch=len(args.prompt))
     options = dict(max_new_tokens=args.max_new_tokens, sampling=sampling, stop=args.stop)
     if len(args.prompt) == 1 and not args.json:
         shown = args.prompt[0]  # goes out with the first piece: compilation is announced before that
@@ -118,6 +124,30 @@ def _generate(args: argparse.Namespace) -> int:
     if not args.json:
         print(summary(engine.stats), file=sys.stderr)
     return 0
+
+
+def _load(args: argparse.Namespace, *, batch: int) -> Engine:
+    """The model that the options of `_add_model_options` describe."""
+    from seqmoe_jax.api import load
+
+    return load(
+        args.model,
+        residency=args.residency,
+        device_memory=args.device_memory,
+        policy=args.policy,
+        max_batch=batch,
+        context=args.context,
+        dtype=args.dtype,
+        random_weights=args.random_weights,
+        kernels=args.kernels,
+        progress=True if sys.stderr.isatty() or not args.json else None,
+    )
+
+
+def _trace(args: argparse.Namespace) -> int:
+    from seqmoe_jax.traces.command import record
+
+    return record(args, lambda: _load(args, batch=args.batch))
 
 
 def summary(stats: Stats) -> str:

@@ -7,10 +7,11 @@ program for all layers keeps compilation short.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from seqmoe_jax.decode import Sequences, StepConfig, StepOutput, choose, logits_of
 from seqmoe_jax.experts.cache import CacheConfig, SlotCache, moe_prefill
@@ -21,6 +22,13 @@ from seqmoe_jax.sampling import SamplingParams
 
 CHUNK = 1024  # most tokens (over all sequences) that pass a layer at once: bounds prefill's workspace
 SMALLEST_BUCKET = 16
+
+
+class Routing(NamedTuple):
+    """Where a MoE layer sent the tokens of a chunk; ids are -1 for padding. Small, and only read to record traces."""
+
+    ids: Int[Array, "n K"]
+    weights: Float32[Array, "n K"]
 
 
 def bucket(length: int) -> int:
@@ -61,15 +69,15 @@ def layer_chunk(
     layer: LayerSpec,
     norm_eps: float,
     config: CacheConfig,
-) -> tuple[Float[Array, "B T H"], KV, SlotCache, Int32[Array, " 3"], Int32[Array, " E"]]:
-    """One layer over one chunk. Returns the counts (routed, hits, misses) and the tokens each expert got."""
+) -> tuple[Float[Array, "B T H"], KV, SlotCache, Int32[Array, " 3"], Int32[Array, " E"], Routing | None]:
+    """One layer over one chunk. Returns the counts (routed, hits, misses), the tokens each expert got, the routing."""
     normed = rms_norm(x, weights.attention_norm, norm_eps)
     mixed, kv = attention(normed, kv, positions, weights.attention, layer.attention, norm_eps)
     x = x + mixed
     normed = rms_norm(x, weights.mlp_norm, norm_eps)
     if isinstance(weights.mlp, DenseWeights):
         nothing = jnp.zeros(3, jnp.int32), jnp.zeros(config.experts, jnp.int32)
-        return x + dense_mlp(normed, weights.mlp), kv, cache, *nothing
+        return x + dense_mlp(normed, weights.mlp), kv, cache, *nothing, None
     assert isinstance(layer.mlp, MoESpec)
     assert pool is not None
     flat = normed.reshape(-1, x.shape[-1])
@@ -78,7 +86,7 @@ def layer_chunk(
     y, cache, counts, tokens_of = moe_prefill(
         flat, ids, expert_weights, cache, pool, moe_index, config, rows=block_rows(flat.shape[0])
     )
-    return x + y.astype(x.dtype).reshape(x.shape), kv, cache, counts, tokens_of
+    return x + y.astype(x.dtype).reshape(x.shape), kv, cache, counts, tokens_of, Routing(ids, expert_weights)
 
 
 @jax.jit
