@@ -31,6 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_trace_commands(commands: argparse._SubParsersAction) -> None:
     """What records traces and what works on them; each command's module says which options it has."""
+    from seqmoe_jax import plots
     from seqmoe_jax.forecast import command as forecast
     from seqmoe_jax.traces import command as traces
 
@@ -49,6 +50,9 @@ def _add_trace_commands(commands: argparse._SubParsersAction) -> None:
     evaluate = commands.add_parser("evaluate", help="recall of a predictor beside the baselines, on a trace")
     forecast.add_evaluate_arguments(evaluate)
     evaluate.set_defaults(run=forecast.evaluate)
+    plot = commands.add_parser("plot", help="recall, hit rate or activations as an image")
+    plots.add_arguments(plot)
+    plot.set_defaults(run=plots.run)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:

@@ -35,7 +35,7 @@ def beginning(text: str, tokenizer: Tokenizer, chance: random.Random) -> str | N
     size = chance.randint(SHORTEST, LONGEST)
     if len(tokens) < 2 * SHORTEST:
         return None
-    prompt: str = tokenizer.decode(tokens[: min(size, len(tokens) // 2)], skip_special_tokens=False)
+    prompt = tokenizer.decode(tokens[: min(size, len(tokens) // 2)], skip_special_tokens=False)
     return None if "\ufffd" in prompt else prompt
 
 

@@ -184,7 +184,7 @@ def join(traces: Sequence[Trace]) -> Trace:
     first = traces[0]
     optional = [name for name in ("split", "prefill_lens") if getattr(first, name) is not None]
     per_sequence = [name for name, array in first.metadata.items() if array.shape[:1] == first.lens.shape]
-    whole = {
+    whole: dict[str, Any] = {
         name: np.concatenate([getattr(trace, name) for trace in traces])
         for name in ("ids", "probs_u8", "tok", "lens", *optional)
     }
