@@ -24,7 +24,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -109,6 +109,7 @@ class Case:
         self.x = jnp.asarray(rng.standard_normal((self.batch, self.hidden)), jnp.bfloat16)
         routes_h = (self.batch * self.per_token, self.width)
         self.h = jnp.asarray(rng.standard_normal(routes_h), hidden_dtype(self.x))
+        self.want = references(self)
         self.matrix = self.batch * self.per_token * self.hidden * self.width * dtype.itemsize
 
     @property
@@ -249,7 +250,7 @@ def pieces(length: int, most: int, least: int = 128) -> list[int]:
 
 
 def candidates(case: Case) -> Iterator[tuple[str, Config]]:
-    """(part, configuration): each projection by itself, then both in one launch, with 64 to 800 bytes a thread."""
+    """(part, configuration): each projection by itself, and both in one launch, with 64 to 800 bytes a thread."""
     base = default_config(case.layout)
     itemsize = case.layout.field("gate").dtype.itemsize
     fp8 = case.layout.field("gate").dtype == FP8
@@ -336,48 +337,58 @@ def best(results: list[dict[str, Any]], part: str, launches: int | None = None) 
     return sorted(rows, key=lambda r: r["us"])
 
 
-def sweep(case: Case, *, repeats: int, deadline: Deadline, top: int = 6) -> Iterator[dict[str, Any]]:
-    """Each projection by itself and one-launch layers; then whole layers of the best pairs of the two."""
-    want = references(case)
-    makers = {"up": case.up, "down": case.down, "all": case.all}
-    jobs = [case.all(default_config(case.layout)), case.all(None, "xla")]
-    others = [makers[part](config) for part, config in candidates(case)]
-    random.Random(0).shuffle(others)  # so that what the deadline leaves out is not all of a kind
-    jobs += others
-    results = run_jobs(jobs, want, repeats=repeats, deadline=deadline)
-    pairs = []
-    for up, down in itertools.product(best(results, "up")[:3], best(results, "down")[:3]):
-        fields = {k: v for k, v in up["config"].items() if k.startswith("up_")}
-        fields |= {k: v for k, v in down["config"].items() if k.startswith("down_")}
-        fields["fp8"], fields["stream"] = up["config"]["fp8"], up["config"]["stream"] and down["config"]["stream"]
-        pairs.append(Config(launches=2, **fields))
-    unique = list(dict.fromkeys(pairs))
-    results += run_jobs([case.all(config) for config in unique], want, repeats=repeats, deadline=deadline)
+def report(results: list[dict[str, Any]], top: int = 6) -> list[dict[str, Any]]:
+    """Prints failures, what has no configuration, and the best of each kind."""
     for result in results:
         if "failed" in result or result["config"] is None:
             print(describe(result), flush=True)
     for part, launches in (("up", None), ("down", None), ("all", 2), ("all", 1)):
         for result in best(results, part, launches)[:top]:
             print("  best:", describe(result), flush=True)
-    yield from results
+    return results
 
 
-def breakdown(case: Case, *, repeats: int, deadline: Deadline) -> Iterator[dict[str, Any]]:
+def shuffled(jobs: list[Job]) -> list[Job]:
+    """So that what the deadline leaves out is not all of a kind."""
+    return random.Random(0).sample(jobs, len(jobs))
+
+
+def sweep(case: Case, *, repeats: int, deadline: Deadline) -> list[dict[str, Any]]:
+    """Each projection by itself; then whole layers of the best pairs of the two."""
+    makers = {"up": case.up, "down": case.down}
+    jobs = [makers[part](config) for part, config in candidates(case) if part in makers]
+    results = run_jobs(shuffled(jobs), case.want, repeats=repeats, deadline=deadline)
+    pairs = []
+    for up, down in itertools.product(best(results, "up")[:3], best(results, "down")[:3]):
+        fields = {k: v for k, v in up["config"].items() if k.startswith("up_")}
+        fields |= {k: v for k, v in down["config"].items() if k.startswith("down_")}
+        fields["fp8"], fields["stream"] = up["config"]["fp8"], up["config"]["stream"] and down["config"]["stream"]
+        pairs.append(Config(launches=2, **fields))
+    jobs = [case.all(config) for config in dict.fromkeys(pairs)]
+    return report(results + run_jobs(jobs, case.want, repeats=repeats, deadline=deadline))
+
+
+def sweep_one_launch(case: Case, *, repeats: int, deadline: Deadline) -> list[dict[str, Any]]:
+    """Whole layers in one launch."""
+    jobs = [case.all(config) for part, config in candidates(case) if part == "all"]
+    return report(run_jobs(shuffled(jobs), case.want, repeats=repeats, deadline=deadline))
+
+
+def breakdown(case: Case, *, repeats: int, deadline: Deadline) -> list[dict[str, Any]]:
     """What the default's parts cost alone; `glue xN`: N launches that do nothing, and the conversions between."""
     config = default_config(case.layout)
-    one = dataclasses.replace(config, launches=1, down_warps=config.up_warps)
-    jobs = [case.glue(1), case.glue(2), case.up(config), case.down(config), case.all(config), case.all(one)]
-    for result in run_jobs(jobs, references(case), repeats=repeats, deadline=deadline):
-        print(describe(result), flush=True)
-        yield result
+    jobs = [case.glue(1), case.glue(2), case.up(config), case.down(config), case.all(config)]
+    results = run_jobs(jobs, case.want, repeats=repeats, deadline=deadline)
+    print(*map(describe, results), sep="\n", flush=True)
+    return results
 
 
-def defaults(case: Case, *, repeats: int, deadline: Deadline) -> Iterator[dict[str, Any]]:
+def defaults(case: Case, *, repeats: int, deadline: Deadline) -> list[dict[str, Any]]:
     """The default configuration, and plain XLA."""
     jobs = [case.all(default_config(case.layout)), case.all(None, "xla")]
-    for result in run_jobs(jobs, references(case), repeats=repeats, deadline=deadline):
-        print(describe(result), flush=True)
-        yield result
+    results = run_jobs(jobs, case.want, repeats=repeats, deadline=deadline)
+    print(*map(describe, results), sep="\n", flush=True)
+    return results
 
 
 def grouped_configs(layout: ExpertLayout) -> Iterator[GroupedConfig]:
@@ -464,7 +475,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--minutes", type=float, help="stop after this time and write what there is")
     parser.add_argument("--sweep", action="store_true", help=f"block shapes, at {SWEEP}")
-    parser.add_argument("--breakdown", action="store_true", help="what each part costs, at the shapes of the sweep")
+    parser.add_argument("--breakdown", action="store_true", help="what each part costs alone")
     parser.add_argument("--prefill", action="store_true", help="also the prefill kernel, over its block shapes")
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
@@ -473,21 +484,21 @@ def main() -> int:
     deadline = Deadline(args.minutes)
     results: list[dict[str, Any]] = []
 
-    def keep(new: Iterator[dict[str, Any]]) -> None:
-        for result in new:
-            results.append(result)
+    def keep(new: Iterable[dict[str, Any]]) -> None:
+        results.extend(new)
         if args.out:  # after every part: an interrupted run keeps what it has
             device = jax.devices()[0].device_kind
             args.out.write_text(json.dumps({"device": device, "jax": jax.__version__, "results": results}, indent=1))
 
-    parts = [part for part, wanted in ((breakdown, args.breakdown), (sweep, args.sweep)) if wanted]
-    cases = SWEEP if parts else [(name, batch) for name in args.shapes for batch in args.batches]
-    for index, (name, batch) in enumerate(cases):
+    parts = [defaults] + [breakdown] * args.breakdown + [sweep, sweep_one_launch] * args.sweep
+    named = SWEEP if args.sweep else [(name, batch) for name in args.shapes for batch in args.batches]
+    cases = [Case(name=name, batch=batch, gigabytes=args.gigabytes) for name, batch in named]
+    rounds = [(part, case) for part in parts for case in cases]
+    for index, (part, case) in enumerate(rounds):
         if deadline.left > 0:
-            share = deadline.share(len(cases) - index)
-            case = Case(name=name, batch=batch, gigabytes=args.gigabytes)
-            for part in parts or [defaults]:
-                keep(part(case, repeats=args.repeats, deadline=share))
+            # The sweeps share what the others leave.
+            count = len(rounds) - index if part in (sweep, sweep_one_launch) else 1
+            keep(part(case, repeats=args.repeats, deadline=deadline.share(count)))
     if args.prefill:
         for name in args.shapes:
             for tokens, rows in ((128, 16), (2048, 64)):
