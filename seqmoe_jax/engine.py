@@ -193,6 +193,7 @@ class TokenEngine:
         """
         self._check(sequences, 1)
         batch = 1 << (len(sequences) - 1).bit_length()
+        capacity = _capacity(max(map(len, sequences)), 1, chunk_length(batch))
         layers, active = len(self.model.spec.moe_layers), self.model.spec.moe.top_k
         ids = [np.zeros((len(tokens), layers, active), np.int32) for tokens in sequences]
         weights = [np.zeros(array.shape, np.float32) for array in ids]
@@ -206,7 +207,7 @@ class TokenEngine:
                     weights[row][start : start + size, layer] = by_row[1][row, :size]
 
         with self._lock:
-            self._read(sequences, batch, 1, keep_routing)
+            self._read(sequences, batch, capacity, 1, keep_routing)
         return list(zip(ids, weights, strict=True))
 
     def _new_offload(self) -> Offload:
@@ -273,7 +274,8 @@ class TokenEngine:
             stats.bytes_moved = stats.experts_loaded * self.config.layout.block_bytes
             stats.compile_s = self._compile_s
 
-        sequences, first = self._prefill(prompts, batch, max_new_tokens, params, ends, config)
+        capacity = _capacity(max(map(len, prompts)), max_new_tokens, chunk_length(batch))
+        sequences, first = self._prefill(prompts, batch, capacity, max_new_tokens, params, ends, config)
         alive = [True] * count
 
         def events(output: StepOutput, counts: _Counts) -> Iterator[TokenEvent]:
@@ -288,7 +290,7 @@ class TokenEngine:
 
         # Before the first token goes out, so that text is not held up right after it began.
         step = self._program(
-            ("step", batch, sequences.kv[0].k.shape[2], sampling.greedy), "the decode step", jitted_step,
+            ("step", batch, capacity, sampling.greedy), "the decode step", jitted_step,
             sequences, self._offload, self.model.weights, self.model.pools, params, ends, config=config,
         )  # fmt: skip
         try:
@@ -316,17 +318,18 @@ class TokenEngine:
         self,
         prompts: Sequence[Sequence[int]],
         batch: int,
+        capacity: int,
         max_new_tokens: int,
         params: SamplingParams,
         ends: Array,
         config: StepConfig,
     ) -> tuple[Sequences, StepOutput]:
         """All prompts through all layers; samples the first new token of each."""
-        sequences, last, counts, tokens_of = self._read(prompts, batch, max_new_tokens)
+        sequences, last, counts, tokens_of = self._read(prompts, batch, capacity, max_new_tokens)
         self._after_prompt(tokens_of, sum(map(len, prompts)))
         weights = self.model.weights
         program = self._program(
-            ("first", batch, sequences.kv[0].k.shape[2], config.greedy), "sampling", first_token,
+            ("first", batch, capacity, config.greedy), "sampling", first_token,
             sequences, last, weights, params, ends, counts, config=config,
         )  # fmt: skip
         return program(sequences, last, weights, params, ends, counts)
@@ -335,6 +338,7 @@ class TokenEngine:
         self,
         prompts: Sequence[Sequence[int]],
         batch: int,
+        capacity: int,
         max_new_tokens: int,
         watch: Callable[[int, list[Routing]], None] | None = None,
     ) -> tuple[Sequences, Array, Array, Array]:
@@ -346,8 +350,6 @@ class TokenEngine:
         spec, weights = self.model.spec, self.model.weights
         lengths = np.array([len(p) for p in prompts] + [1] * (batch - len(prompts)), np.int32)
         longest, chunk = int(lengths.max()), chunk_length(batch)
-        padded_end = (longest - 1) // chunk * chunk + bucket((longest - 1) % chunk + 1)
-        capacity = kv_capacity(max(longest + max_new_tokens, padded_end))
         with jax.default_device(self.device):
             sequences = empty_sequences(spec=spec, batch=batch, capacity=capacity, dtype=self.dtype)
         real = np.arange(batch) < len(prompts)
@@ -356,7 +358,7 @@ class TokenEngine:
             remaining=jax.device_put(np.full(batch, max_new_tokens, np.int32), self.device),
             done=jax.device_put(~real, self.device),
         )
-        kv, cache = list(sequences.kv), self._offload.cache
+        states, cache = list(sequences.states), self._offload.cache
         last = jnp.zeros((batch, spec.hidden), self.dtype, device=self.device)
         counts = jnp.zeros(3, jnp.int32, device=self.device)
         tokens_of = [jnp.zeros(self.config.experts, jnp.int32, device=self.device) for _ in spec.moe_layers]
@@ -368,20 +370,20 @@ class TokenEngine:
                 part = np.asarray(prompt[start : start + width], np.int32)
                 tokens[row, : len(part)] = part
             valid = (np.arange(width) + start < lengths[:, None]) & real[:, None]
-            device_valid = jax.device_put(valid, self.device)
+            device_tokens, device_valid = jax.device_put((tokens, valid), self.device)
             at = jnp.asarray(start, jnp.int32)
-            x, positions = embed_chunk(weights.embed, jax.device_put(tokens, self.device), at)
+            x, positions = embed_chunk(weights.embed, device_tokens, at, scale=spec.embedding_scale)
             moe_index, routed = 0, list[Routing]()
             for index, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
                 is_moe = index in spec.moe_layers
-                args = (x, kv[index], cache, w, self.model.pools[moe_index] if is_moe else None, positions,
-                        device_valid, jnp.asarray(moe_index, jnp.int32))  # fmt: skip
+                args = (x, states[index], cache, w, self.model.pools[moe_index] if is_moe else None, device_tokens,
+                        positions, device_valid, jnp.asarray(moe_index, jnp.int32))  # fmt: skip
                 program = self._program(
-                    ("layer", layer, batch, width, kv[index].k.shape[2]), f"a layer for prompts of {width} tokens",
-                    layer_chunk, *args, layer=layer, norm_eps=spec.norm_eps, config=self.config,
+                    ("layer", layer, batch, width, capacity), f"a layer for prompts of {width} tokens",
+                    layer_chunk, *args, layer=layer, config=self.config,
                 )  # fmt: skip
                 # The old cache is donated: what an interrupt finds in self must be the new one.
-                x, kv[index], cache, new, experts_tokens, routing = program(*args)
+                x, states[index], cache, new, experts_tokens, routing = program(*args)
                 self._offload = self._offload._replace(cache=cache)
                 if is_moe:
                     counts, tokens_of[moe_index] = counts + new, tokens_of[moe_index] + experts_tokens
@@ -390,7 +392,7 @@ class TokenEngine:
             if watch is not None:
                 watch(start, routed)
             last = keep_last(last, x, at, device_lengths)
-        return sequences._replace(kv=tuple(kv)), last, counts, jnp.concatenate(tokens_of)
+        return sequences._replace(states=tuple(states)), last, counts, jnp.concatenate(tokens_of)
 
     def _after_prompt(self, tokens_of: Array, prompt_tokens: int) -> None:
         """What a prompt teaches the policy: seqmoe blends its shares in, prefill-hot loads and fixes the most used."""
@@ -425,6 +427,12 @@ class TokenEngine:
             program = self._programs[key] = function.lower(*args, **static).compile()
             self._compile_s += time.perf_counter() - started
         return program
+
+
+def _capacity(longest: int, max_new_tokens: int, chunk: int) -> int:
+    """Positions that a generation needs, the padding of the last chunk of the longest prompt included."""
+    padded_end = (longest - 1) // chunk * chunk + bucket((longest - 1) % chunk + 1)
+    return kv_capacity(max(longest + max_new_tokens, padded_end))
 
 
 def _available_memory(device: jax.Device, weights: ModelWeights) -> int | None:
