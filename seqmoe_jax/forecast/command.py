@@ -92,6 +92,7 @@ def evaluation(
 
 def evaluate(args: argparse.Namespace) -> int:
     from seqmoe_jax.forecast import store
+    from seqmoe_jax.forecast.cost import cost, describe
     from seqmoe_jax.forecast.evaluate import table
     from seqmoe_jax.traces.format import read_trace
 
@@ -103,7 +104,12 @@ def evaluate(args: argparse.Namespace) -> int:
     fitted, held = parts_of(trace, args.split)
     log = _logger(args)
     rows = evaluation(fitted, held, predictor, model=model, trigger=args.trigger, log=log)
-    print(json.dumps({"predictors": rows}) if args.json else table(rows))
+    said: dict[str, Any] = {"predictors": rows}
+    if predictor is not None:
+        said["cost"] = cost(predictor[0])._asdict()
+    print(json.dumps(said) if args.json else table(rows))
+    if predictor is not None and not args.json:
+        print(describe(cost(predictor[0])))
     return 0
 
 
@@ -114,6 +120,7 @@ def train(args: argparse.Namespace) -> int:
 
     from seqmoe_jax.forecast import store
     from seqmoe_jax.forecast.config import PredictorConfig
+    from seqmoe_jax.forecast.cost import cost
     from seqmoe_jax.forecast.data import divide, prepare
     from seqmoe_jax.forecast.evaluate import table
     from seqmoe_jax.forecast.features import FIRST_ROW, token_table
@@ -168,7 +175,7 @@ def train(args: argparse.Namespace) -> int:
     # What is stored is what is evaluated: its weights are rounded to bfloat16.
     predictor = store.load(args.out)
     others = [] if trace.split is None else [str(name) for name in np.unique(trace.split) if name != "train"]
-    said: dict[str, Any] = {"updates": result.update, "splits": {}}
+    said: dict[str, Any] = {"updates": result.update, "cost": cost(config)._asdict(), "splits": {}}
     for name in others or ["validation"]:
         there = trace.select(name) if others else validation
         log(f"split {name}")
