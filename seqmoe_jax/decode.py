@@ -20,7 +20,7 @@ from seqmoe_jax.forecast import history
 from seqmoe_jax.models.layers import KV, attention, dense_mlp, einsum, mask_inactive, rms_norm, route
 from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
 from seqmoe_jax.models.weights import DenseWeights, ModelWeights
-from seqmoe_jax.sampling import SamplingParams, greedy, sample
+from seqmoe_jax.sampling import SamplingParams, greedy, mask_padding, sample
 
 RUNNING, STOPPED, EXHAUSTED = range(3)  # what a step says of a sequence: goes on, end token, length reached
 
@@ -62,6 +62,7 @@ class StepConfig:
     cache: CacheConfig
     forecast: bool  # policy seqmoe: scores follow the forecast
     greedy: bool
+    vocab: int  # of the tokenizer; the output head may have more rows, which must never be drawn
 
 
 class StepOutput(NamedTuple):
@@ -83,6 +84,8 @@ def choose(
     config: StepConfig,
 ) -> tuple[Sequences, Int32[Array, " B"], Int32[Array, " B"]]:
     """Samples the tokens that will stand at `position` and says which sequences they end; ended ones stay put."""
+    if config.vocab < config.spec.vocab:
+        logits = mask_padding(logits, config.vocab)
     picked = greedy(logits) if config.greedy else sample(logits, sampling, position)
     token = jnp.where(sequences.done, sequences.token, picked)
     remaining = jnp.where(sequences.done, sequences.remaining, sequences.remaining - 1)
