@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from seqmoe_jax.errors import ConfigError, SeqMoEError
 
@@ -36,10 +36,9 @@ def _add_trace_commands(commands: argparse._SubParsersAction) -> None:
     from seqmoe_jax.traces import command as traces
 
     trace = commands.add_parser("trace", help="record the expert activations of a model on prompts")
+    add_load_arguments(trace)
+    add_sampling_arguments(trace)
     traces.add_record_arguments(trace)
-    _add_model_options(trace)
-    _add_sampling_options(trace)
-    trace.add_argument("--json", action="store_true", help="machine-readable output")
     trace.set_defaults(run=_trace)
     simulate = commands.add_parser("simulate", help="hit rate, transfers and share of full load, from a trace")
     traces.add_arguments(simulate)
@@ -58,18 +57,43 @@ def _add_trace_commands(commands: argparse._SubParsersAction) -> None:
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_generate)
     add = parser.add_argument
-    add("model", nargs="?", default="demo", help="directory, Hugging Face id, 'demo' (default), or a preset")
+    add_load_arguments(parser)
     add("--prompt", action="append", required=True, help="text to continue; give it again for a batch of up to 8")
+    add("--chat", action="store_true", help="prompts are a user's messages, to be answered by the chat template")
+    add("--system", metavar="TEXT", help="with --chat: the system message before them")
+    add("--chat-option", action="append", default=[], type=_option, metavar="NAME=VALUE",
+        help="with --chat: an option of the template, such as enable_thinking=false; may be repeated")  # fmt: skip
     add("--max-new-tokens", type=int, default=128, metavar="N")
-    _add_model_options(parser)
-    _add_sampling_options(parser)
+    add_sampling_arguments(parser)
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     add("--json", action="store_true", help="one JSON object (a list for a batch) instead of streamed text")
 
 
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    """How a model is loaded."""
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """How tokens are drawn, as `sampling_numbers` reads it."""
     add = parser.add_argument
+    add("--sampling", choices=["greedy", "model"], default="greedy",
+        help="what the next five override: greedy (default), or the model's generation_config.json")  # fmt: skip
+    add("--temperature", type=float, help="0 is greedy")
+    add("--top-k", type=int)
+    add("--top-p", type=float)
+    add("--min-p", type=float)
+    add("--seed", type=int)
+
+
+def sampling_numbers(args: argparse.Namespace) -> dict[str, float | int | None]:
+    """The options that override. A fault in them shows here, before a model is loaded."""
+    from seqmoe_jax.sampling import SamplingConfig
+
+    numbers = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+    SamplingConfig().override(**numbers)
+    return numbers
+
+
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every command has that loads a model, as `load_engine` reads it."""
+    add = parser.add_argument
+    add("model", nargs="?", default="demo", help="directory, Hugging Face id, 'demo' (default), or a preset")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--residency", type=_residency, metavar="R", help="share of experts with a slot, or 'least'")
     size.add_argument("--device-memory", metavar="SIZE", help="budget instead of a residency, such as 12GiB")
@@ -80,13 +104,32 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--random-weights", action="store_true", help="MODEL is a preset of configs/")
 
 
-def _add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--temperature", type=float, default=0.0, help="0 (default) is greedy")
-    add("--top-k", type=int, default=0)
-    add("--top-p", type=float, default=1.0)
-    add("--min-p", type=float, default=0.0)
-    add("--seed", type=int, default=0)
+def load_engine(args: argparse.Namespace, *, max_batch: int, progress: bool | None) -> Engine:
+    from seqmoe_jax.api import load
+
+    return load(
+        args.model,
+        residency=args.residency,
+        device_memory=args.device_memory,
+        policy=args.policy,
+        max_batch=max_batch,
+        context=args.context,
+        dtype=args.dtype,
+        random_weights=args.random_weights,
+        kernels=args.kernels,
+        progress=progress,
+    )
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """`NAME=VALUE`; a value that is JSON (a number, true, ...) is that, any other is text."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def _residency(text: str) -> float | str:
@@ -99,59 +142,57 @@ def _residency(text: str) -> float | str:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from seqmoe_jax.sampling import SamplingConfig
+    from seqmoe_jax.api import sampling_base
 
-    sampling = SamplingConfig(
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed
-    )
+    numbers = sampling_numbers(args)
     if args.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
-    engine = _load(args, batch=len(args.prompt))
-    options = dict(max_new_tokens=args.max_new_tokens, sampling=sampling, stop=args.stop)
-    if len(args.prompt) == 1 and not args.json:
-        shown = args.prompt[0]  # goes out with the first piece: compilation is announced before that
-        for piece in engine.stream(args.prompt[0], **options):
+    if not args.chat and (args.system is not None or args.chat_option):
+        raise ConfigError("--system and --chat-option are for --chat: add it, or leave them out")
+    progress = True if sys.stderr.isatty() or not args.json else None
+    engine = load_engine(args, max_batch=len(args.prompt), progress=progress)
+    sampling = sampling_base(args.sampling, engine.defaults).override(**numbers)
+    options: dict[str, Any] = dict(max_new_tokens=args.max_new_tokens, sampling=sampling, stop=args.stop)
+    prompts, inputs = args.prompt, dict(prompt=args.prompt)
+    if args.chat:
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        inputs = dict(messages=[[*system, {"role": "user", "content": prompt}] for prompt in prompts])
+        options["chat_options"] = dict(args.chat_option)
+        prompts = [""] * len(prompts)  # an answer stands for itself; a continuation is shown after its prompt
+    if len(prompts) == 1 and not args.json:
+        shown = prompts[0]  # goes out with the first piece: compilation is announced before that
+        for piece in engine.stream(**{name: given[0] for name, given in inputs.items()}, **options):
             print(shown + piece, end="", flush=True)
             shown = ""
         print(shown)
     else:
-        results = engine.generate(args.prompt, **options)
+        results = engine.generate(**inputs, **options)
         if args.json:
             described = [
-                {"text": r.text, "tokens": r.tokens, "finish_reason": r.finish_reason, "stats": r.stats.as_dict()}
+                {"text": r.text, "reasoning": r.reasoning, "tokens": r.tokens, "finish_reason": r.finish_reason,
+                 "stats": r.stats.as_dict()}
                 for r in results
-            ]
+            ]  # fmt: skip
             print(json.dumps(described[0] if len(described) == 1 else described))
         else:
-            for prompt, result in zip(args.prompt, results, strict=True):
+            for prompt, result in zip(prompts, results, strict=True):
                 print(prompt + result.text, end="\n\n")
     if not args.json:
         print(summary(engine.stats), file=sys.stderr)
     return 0
 
 
-def _load(args: argparse.Namespace, *, batch: int) -> Engine:
-    """The model that the options of `_add_model_options` describe."""
-    from seqmoe_jax.api import load
-
-    return load(
-        args.model,
-        residency=args.residency,
-        device_memory=args.device_memory,
-        policy=args.policy,
-        max_batch=batch,
-        context=args.context,
-        dtype=args.dtype,
-        random_weights=args.random_weights,
-        kernels=args.kernels,
-        progress=True if sys.stderr.isatty() or not args.json else None,
-    )
-
-
 def _trace(args: argparse.Namespace) -> int:
+    from seqmoe_jax.api import sampling_base
     from seqmoe_jax.traces.command import record
 
-    return record(args, lambda: _load(args, batch=args.batch))
+    numbers = sampling_numbers(args)
+    progress = True if sys.stderr.isatty() or not args.json else None
+    return record(
+        args,
+        load=lambda: load_engine(args, max_batch=args.batch, progress=progress),
+        sampling=lambda engine: sampling_base(args.sampling, engine.defaults).override(**numbers),
+    )
 
 
 def summary(stats: Stats) -> str:

@@ -15,6 +15,7 @@ from seqmoe_jax.errors import ConfigError
 
 if TYPE_CHECKING:  # at run time only where used: these compile code that no other command needs
     from seqmoe_jax.api import Engine
+    from seqmoe_jax.sampling import SamplingConfig
     from seqmoe_jax.traces.forecasts import Forecasts
     from seqmoe_jax.traces.format import Trace
     from seqmoe_jax.traces.simulator import Result, Simulation
@@ -26,29 +27,28 @@ _PREFETCHERS = ("none", "moe-infinity", "promoe", "seqmoe")
 
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", help="directory, Hugging Face id, 'demo', or a preset")
     add("--prompts", required=True, metavar="FILE", help="one per line; or .jsonl of objects with 'prompt' and, "
         "if wanted, 'split' and 'temperature'")  # fmt: skip
     add("--out", required=True, metavar="T.npz")
+    add("--chat", action="store_true", help="prompts are a user's messages, to be answered by the chat template")
     add("--max-new-tokens", type=int, default=256, metavar="N", help="per prompt, at most (default: 256)")
     add("--batch", type=int, default=8, metavar="B", help="sequences decoded together, 1 to 8 (default: 8)")
     add("--name", metavar="ID", help="what the trace calls the model (default: MODEL, of a path its last part)")
+    add("--json", action="store_true", help="machine-readable output")
 
 
-def record(args: argparse.Namespace, load: Callable[[], Engine]) -> int:
+def record(
+    args: argparse.Namespace, *, load: Callable[[], Engine], sampling: Callable[[Engine], SamplingConfig]
+) -> int:
     """Reads the prompts, loads the model, records; prints one line or one JSON object."""
     from tqdm import tqdm
 
-    from seqmoe_jax.sampling import SamplingConfig
     from seqmoe_jax.traces.record import Recording, read_prompts
     from seqmoe_jax.traces.record import record as record_prompts
 
     prompts = read_prompts(args.prompts)
-    sampling = SamplingConfig(
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed
-    )
-    recording = Recording(max_new_tokens=args.max_new_tokens, sampling=sampling)
     engine = load()
+    recording = Recording(max_new_tokens=args.max_new_tokens, sampling=sampling(engine), chat=args.chat)
     begun = time.perf_counter()
     with tqdm(total=len(prompts), unit="prompt", disable=args.json or not sys.stderr.isatty(), leave=False) as bar:
 

@@ -22,7 +22,6 @@ from jaxtyping import Float32, Integer, UInt8
 
 from seqmoe_jax.errors import PromptError
 from seqmoe_jax.sampling import SamplingConfig
-from seqmoe_jax.text import encode_prompt
 from seqmoe_jax.traces.format import Trace, join, read_trace, write_trace
 
 if TYPE_CHECKING:  # the engine is handed in: traces are below it
@@ -52,6 +51,7 @@ class Recording:
 
     max_new_tokens: int = 256
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    chat: bool = False  # prompts are a user's messages, to be answered by the model's chat template
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 2:
@@ -116,7 +116,9 @@ def record(
     out = Path(out)
     if not out.parent.is_dir():
         raise PromptError(f"{out}: no directory {out.parent} to write the trace to")
-    encoded = [encode_prompt(engine.tokenizer, prompt.text, index) for index, prompt in enumerate(prompts)]
+    encoded = [
+        engine.request(**_what_to_answer(prompt, config), index=index).tokens for index, prompt in enumerate(prompts)
+    ]
     for index, tokens in enumerate(encoded):  # before hours of work, not after
         if len(tokens) + config.max_new_tokens > engine.tokens.context:
             raise PromptError(
@@ -147,6 +149,10 @@ def record(
     if not any(beside.iterdir()):
         beside.rmdir()
     return trace
+
+
+def _what_to_answer(prompt: Prompt, config: Recording) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": prompt.text}]} if config.chat else {"prompt": prompt.text}
 
 
 def _group(

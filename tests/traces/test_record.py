@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import types
 
 import jax
 import numpy as np
 import pytest
 
+from seqmoe_jax.api import Engine
 from seqmoe_jax.cli import main
 from seqmoe_jax.errors import PromptError
 from seqmoe_jax.experts import cache
@@ -134,7 +134,7 @@ def test_what_is_left_of_another_recording_is_not_taken(engine, tmp_path, monkey
 
 def test_a_continuation_without_a_decode_step_is_left_out(engine, tmp_path):
     first = engine.generate(PROMPTS[0].text, max_new_tokens=2).tokens[0]
-    ends = types.SimpleNamespace(tokens=engine.tokens, tokenizer=engine.tokenizer, ends=(first,))
+    ends = Engine(engine.tokens, engine.tokenizer, (first,))
     with pytest.raises(PromptError, match="ended at its first token"):
         record(ends, PROMPTS[:1], CONFIG, tmp_path / "T.npz", model="tiny")
 
@@ -192,12 +192,14 @@ def test_faults_that_are_said_before_anything_is_generated(engine, tmp_path):
         record(engine, PROMPTS, CONFIG, tmp_path / "no" / "T.npz", model="tiny")
     with pytest.raises(PromptError, match="prompt 0 has 508 tokens and 5 new ones"):
         record(engine, [Prompt(text="x" * 508)], CONFIG, tmp_path / "T.npz", model="tiny")
+    with pytest.raises(PromptError, match="has no chat template"):
+        record(engine, PROMPTS, Recording(chat=True), tmp_path / "T.npz", model="tiny")
     with pytest.raises(PromptError, match="at least 2, got 1"):
         Recording(max_new_tokens=1)
 
 
 def test_the_command(engine, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("seqmoe_jax.cli._load", lambda args, batch: engine)
+    monkeypatch.setattr("seqmoe_jax.cli.load_engine", lambda args, **options: engine)
     (tmp_path / "p.txt").write_text("ab\ncd\n")
     words = ["trace", "/some/where/tiny", "--prompts", str(tmp_path / "p.txt"), "--out", str(tmp_path / "T.npz")]
     more = ["--max-new-tokens", str(NEW), "--name", "owner/tiny"]
