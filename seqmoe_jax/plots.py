@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".svg", ".pdf")
 RESIDENCIES = (0.1, 0.15, 0.25, 0.35, 0.45, 0.6, 0.8)
-POLICIES = ("lru", "lfu", "prefill-hot", "belady")
+POLICIES = ("lru", "lfu", "prefill-hot", "belady", "belady-8")  # those that need no forecasts
+SHOWN = ("lru", "lfu", "prefill-hot", "belady")
 # Okabe and Ito's colours, told apart by colour-blind readers too; black is left for limits that nothing can reach.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vP"
@@ -41,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rate = kind("hit-rate", "hit rate of caching policies against residency, simulated on a trace")
     rate.add_argument("trace", metavar="T.npz")
     rate.add_argument("--split", help="sequences of this split alone")
-    rate.add_argument("--policies", nargs="+", default=list(POLICIES), help=f"default: {' '.join(POLICIES)}")
+    rate.add_argument("--policies", nargs="+", choices=POLICIES, default=list(SHOWN), metavar="P",
+                      help=f"of {', '.join(POLICIES)} (default: {' '.join(SHOWN)})")  # fmt: skip
     rate.add_argument("--residencies", nargs="+", type=float, default=list(RESIDENCIES), metavar="R")
     rate.add_argument("--predictor", metavar="auto|DIR", help="adds eviction by its forecasts")
     rate.add_argument("--model", metavar="ID", help="the model of the trace (default: what the trace says)")

@@ -88,7 +88,7 @@ def test_the_heat_map_shows_shares_that_sum_to_k(tmp_path, capsys):
         (["heatmap", EXCERPT, "--out", "no/x.png"], "no directory no"),
         (["heatmap", EXCERPT, "--out", "x.png", "--sequence", "999"], "--sequence must be from 0 to"),
         (["heatmap", "none.npz", "--out", "x.png"], "no trace file"),
-        (["hit-rate", EXCERPT, "--out", "x.png", "--policies", "magic"], "unknown policy 'magic'"),
+        (["hit-rate", EXCERPT, "--out", "x.png", "--residencies", "2"], "residency must be in (0, 1], got 2.0"),
         (["recall", "none.json", "--out", "x.png"], "expected the JSON of an evaluation"),
         (["recall", EXCERPT, "--out", "x.png"], "expected the JSON of an evaluation"),
         (["recall", "EVALUATION", "--out", "x.png", "--split", "dev"], "has no split 'dev': expected one of test, ood"),

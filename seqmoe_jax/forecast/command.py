@@ -164,18 +164,20 @@ def train(args: argparse.Namespace) -> int:
                        progress=progress, **options)  # fmt: skip
 
     result = run("forced", recipe, seed=args.seed)
+    updates = {"forced": result.update}  # those that the best validation came after
     more = int(0.4 * args.updates) if args.sampled_updates is None else args.sampled_updates
     if more:
         log("scheduled sampling")
         slower = recipe._replace(updates=more, learning_rate=0.3 * args.learning_rate)
         weights = weights_of(config, result.params)
         result = run("sampled", slower, seed=args.seed + 1, weights=weights, sampled=True)
+        updates["sampled"] = result.update
     weights = weights_of(config, result.params)
     store.save(args.out, config, jax.device_get(weights) | {"popularity": whole.popularity()}, tokens)
     # What is stored is what is evaluated: its weights are rounded to bfloat16.
     predictor = store.load(args.out)
     others = [] if trace.split is None else [str(name) for name in np.unique(trace.split) if name != "train"]
-    said: dict[str, Any] = {"updates": result.update, "cost": cost(config)._asdict(), "splits": {}}
+    said: dict[str, Any] = {"updates": updates, "cost": cost(config)._asdict(), "splits": {}}
     for name in others or ["validation"]:
         there = trace.select(name) if others else validation
         log(f"split {name}")
