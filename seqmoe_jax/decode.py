@@ -17,9 +17,11 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from seqmoe_jax.experts.cache import CacheConfig, SlotCache, moe_decode, rescore
 from seqmoe_jax.forecast import history
-from seqmoe_jax.models.layers import KV, attention, dense_mlp, einsum, mask_inactive, rms_norm, route
-from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
-from seqmoe_jax.models.weights import DenseWeights, ModelWeights
+from seqmoe_jax.models import block
+from seqmoe_jax.models.layers import mask_inactive
+from seqmoe_jax.models.mixers import State
+from seqmoe_jax.models.spec import ModelSpec, MoESpec
+from seqmoe_jax.models.weights import ModelWeights, MoEWeights
 from seqmoe_jax.sampling import SamplingParams, greedy, sample
 
 RUNNING, STOPPED, EXHAUSTED = range(3)  # what a step says of a sequence: goes on, end token, length reached
@@ -28,7 +30,7 @@ RUNNING, STOPPED, EXHAUSTED = range(3)  # what a step says of a sequence: goes o
 class Sequences(NamedTuple):
     """Device state of the sequences being generated; donated to every step."""
 
-    kv: tuple[KV, ...]
+    states: tuple[State, ...]  # of the layers' mixers
     token: Int32[Array, " B"]  # sampled last, processed next
     position: Int32[Array, " B"]  # where that token will stand
     remaining: Int32[Array, " B"]  # tokens that may still be sampled
@@ -38,13 +40,9 @@ class Sequences(NamedTuple):
 @partial(jax.jit, static_argnames=("spec", "batch", "capacity", "dtype"))
 def empty_sequences(*, spec: ModelSpec, batch: int, capacity: int, dtype: np.dtype) -> Sequences:
     """Room for `capacity` positions of every sequence; nothing in it."""
-
-    def keys_or_values(layer: LayerSpec) -> Float[Array, "B G C D"]:
-        return jnp.zeros((batch, layer.attention.kv_heads, capacity, layer.attention.head_dim), dtype)
-
-    kv = tuple(KV(keys_or_values(layer), keys_or_values(layer)) for layer in spec.layers)
+    states = tuple(layer.mixer.init_state(batch, capacity, dtype) for layer in spec.layers)
     flat = jnp.zeros(batch, jnp.int32)
-    return Sequences(kv, flat, flat, flat, jnp.zeros(batch, bool))
+    return Sequences(states, flat, flat, flat, jnp.zeros(batch, bool))
 
 
 class Offload(NamedTuple):
@@ -93,11 +91,6 @@ def choose(
     return sequences._replace(token=token, position=position, remaining=remaining, done=done), token, end
 
 
-def logits_of(x: Float[Array, "B H"], weights: ModelWeights, spec: ModelSpec) -> Float32[Array, "B V"]:
-    """Final norm and output head."""
-    return einsum("bh,vh->bv", rms_norm(x, weights.norm, spec.norm_eps), weights.head)
-
-
 def forward(
     sequences: Sequences,
     offload: Offload,
@@ -112,28 +105,26 @@ def forward(
         # What a newcomer is worth follows from the retention. Kept in the state it would have to be copied: it is
         # read in every layer and replaced at the end.
         cache = cache._replace(key_score=history.scores(offload.retention))
-    positions = sequences.position[:, None]
-    x = weights.embed[sequences.token][:, None, :]
-    kv, counts = list(sequences.kv), jnp.zeros(3, jnp.int32)
+    positions, active = sequences.position[:, None], ~sequences.done
+    x = block.embed(sequences.token[:, None], weights.embed, spec.embedding_scale)
+    states, counts = list(sequences.states), jnp.zeros(3, jnp.int32)
     routing: list[Int[Array, "B K"]] = []
     for index, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
-        with jax.named_scope(f"layer{index}/attention"):
-            normed = rms_norm(x, w.attention_norm, spec.norm_eps)
-            mixed, kv[index] = attention(normed, kv[index], positions, w.attention, layer.attention, spec.norm_eps)
-            x = x + mixed
-        normed = rms_norm(x, w.mlp_norm, spec.norm_eps)
-        if isinstance(w.mlp, DenseWeights):
-            x = x + dense_mlp(normed, w.mlp)
+        with jax.named_scope(f"layer{index}/mixer"):
+            x, states[index] = block.mix(x, states[index], positions, active[:, None], w, layer)
+        if not isinstance(layer.mlp, MoESpec):
+            x = block.dense(x, w, layer)
         else:
-            assert isinstance(layer.mlp, MoESpec)
+            assert isinstance(w.mlp, MoEWeights)
             with jax.named_scope(f"layer{index}/moe"):
-                ids, expert_weights = route(normed[:, 0], w.mlp.router, layer.mlp)
-                ids = mask_inactive(ids, ~sequences.done)
+                normed = block.moe_input(x, w, layer)
+                ids, expert_weights = layer.mlp.router(normed, sequences.token, w.mlp.router)
+                ids = mask_inactive(ids, active)
                 pool = pools[len(routing)]
-                y, cache, new = moe_decode(normed[:, 0], ids, expert_weights, cache, pool, len(routing), config.cache)
+                y, cache, new = moe_decode(normed, ids, expert_weights, cache, pool, len(routing), config.cache)
                 routing.append(ids)
                 counts += new
-                x = x + y.astype(x.dtype)[:, None]
+                x = block.moe_output(x, normed, y, w, layer)
         # Without this XLA recomputes sums of earlier layers inside later fusions, and compiling takes time that
         # is exponential in the number of layers (ten layers at batch 4 for a GPU: over 280 s, against 18 s).
         x = jax.lax.optimization_barrier(x)
@@ -143,8 +134,8 @@ def forward(
             retention = history.observe(retention, jnp.stack(routing), config.cache.experts)
             cache = rescore(cache, history.scores(retention))._replace(key_score=offload.cache.key_score)
     with jax.named_scope("head"):
-        logits = logits_of(x[:, 0], weights, spec)
-    return logits, sequences._replace(kv=tuple(kv)), Offload(cache, retention), counts
+        logits = block.logits_of(x[:, 0], weights, spec)
+    return logits, sequences._replace(states=tuple(states)), Offload(cache, retention), counts
 
 
 def step(
