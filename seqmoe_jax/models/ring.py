@@ -28,7 +28,7 @@ def push(
     at: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
 ) -> Float[Array, "B W *item"]:
-    """The ring after `items`. Positions `at` of a row are consecutive; its invalid items, all at the end, leave no trace."""
+    """The ring after `items`. Positions `at` of a row are consecutive; invalid items, all at its end, leave no trace."""
     width, items = ring.shape[1], items.astype(ring.dtype)
     if items.shape[1] == 1:
         return lax.optimization_barrier(_push_one(ring, items, at[:, 0], valid[:, 0]))
@@ -38,7 +38,10 @@ def push(
 
 
 def _push_one(
-    ring: Float[Array, "B W *item"], item: Float[Array, "B 1 *item"], position: Int[Array, " B"], valid: Bool[Array, " B"]
+    ring: Float[Array, "B W *item"],
+    item: Float[Array, "B 1 *item"],
+    position: Int[Array, " B"],
+    valid: Bool[Array, " B"],
 ) -> Float[Array, "B W *item"]:
     """In place under donation. The caller's barrier keeps XLA from pushing once more where the ring is read."""
     slot = position % ring.shape[1]

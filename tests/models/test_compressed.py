@@ -38,7 +38,15 @@ KINDS = {
 
 def mixer(kind):
     return CompressedAttention(
-        heads=4, head_dim=16, query_rank=24, window=8, rope=ROPE, norm=NORM, output_groups=2, output_rank=12, **KINDS[kind]
+        heads=4,
+        head_dim=16,
+        query_rank=24,
+        window=8,
+        rope=ROPE,
+        norm=NORM,
+        output_groups=2,
+        output_rank=12,
+        **KINDS[kind],
     )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -20,8 +19,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from seqmoe_jax.models import ring
 from seqmoe_jax.models.layers import einsum, linear
+from seqmoe_jax.models.mixers.attend import QUERY_BLOCK, in_query_blocks, softmax
 from seqmoe_jax.models.mixers.compressor import Compressor, CompressorState, CompressorWeights, Indexer, IndexerWeights
-from seqmoe_jax.models.mixers.query_blocks import QUERY_BLOCK, in_query_blocks
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.rope import Rope
 from seqmoe_jax.models.tensors import FLOAT32, Take, Tensor, Tensors, below, take_below
@@ -151,9 +150,7 @@ class CompressedAttention:
             index = self.indexer.compressor.apply(x, index, positions, valid, weights.indexer.compressor)
             if index.entries.shape[1] > self.indexer.best:  # else all are among the best
                 chosen = self.indexer.queries(x, latent, positions, weights.indexer)
-        keys = _Keys(
-            seen, where, None if past is None else past.entries, None if index is None else index.entries
-        )
+        keys = _Keys(seen, where, None if past is None else past.entries, None if index is None else index.entries)
         out = in_query_blocks(
             lambda q, at, chosen: self._attend(q, at, chosen, keys, weights.sinks), q, positions, chosen
         )
@@ -185,7 +182,7 @@ class CompressedAttention:
         # In this order of operands and axes: in others XLA:CPU transposes a cache, and for that writes it twice.
         scores = [einsum("bcd,btnd->bcnt", part, q).transpose(0, 2, 3, 1) for part, _ in parts]
         masked = [jnp.where(seen[:, None], score, -jnp.inf) for score, (_, seen) in zip(scores, parts, strict=True)]
-        shares = _softmax_with_sinks(jnp.concatenate(masked, axis=-1) * self.head_dim**-0.5, sinks).astype(q.dtype)
+        shares = softmax(jnp.concatenate(masked, axis=-1) * self.head_dim**-0.5, sinks).astype(q.dtype)
         mixed = [
             einsum("bntc,bcd->btnd", share, part)
             for share, (part, _) in zip(jnp.split(shares, [keys.window.shape[1]], axis=-1), parts, strict=False)
@@ -197,11 +194,3 @@ def _unit(x: Float[Array, "*batch D"], eps: float) -> Float[Array, "*batch D"]:
     """RMS norm without a weight; the reciprocal root is rounded before it multiplies, as in transformers."""
     x32 = x.astype(jnp.float32)
     return x * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps).astype(x.dtype)
-
-
-def _softmax_with_sinks(scores: Float32[Array, "B N T C"], sinks: Float32[Array, " N"]) -> Float32[Array, "B N T C"]:
-    """Softmax over the last axis, with one more score per head that takes its share away."""
-    sink = sinks[:, None, None]
-    peak = jnp.maximum(scores.max(axis=-1, keepdims=True), sink)
-    powers = jnp.exp(scores - peak)
-    return powers / (powers.sum(axis=-1, keepdims=True) + jnp.exp(sink - peak))

@@ -244,4 +244,3 @@ def chunked(
     memory, out = lax.scan(one, memory, (written, read, scores, q_faded, k_faded, kept))
     out = jnp.moveaxis(out, (0, 2), (1, 3))
     return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :length], memory
-

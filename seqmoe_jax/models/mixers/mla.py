@@ -14,14 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from seqmoe_jax.models.layers import einsum, linear
-from seqmoe_jax.models.mixers.query_blocks import QUERY_BLOCK, in_query_blocks
+from seqmoe_jax.models.mixers.attend import QUERY_BLOCK, in_query_blocks, softmax
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.rope import Rope
 from seqmoe_jax.models.tensors import Take, Tensor, Tensors
@@ -145,12 +144,14 @@ class MLA:
         # In this order of operands and axes: in others XLA:CPU transposes the cache, and for that writes it twice.
         scores = einsum("bcd,btnd->bcnt", cache, q).transpose(0, 2, 3, 1) * self.scale
         visible = jnp.arange(cache.shape[1]) <= positions[:, None, :, None]
-        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).astype(q.dtype)
+        weights = softmax(jnp.where(visible, scores, -jnp.inf)).astype(q.dtype)
         # Over the rotary keys too, whose sum is dropped: a part of the cache would have to be copied first.
         return einsum("bntc,bcd->btnd", weights, cache)[..., : self.latent_dim].astype(q.dtype)
 
 
-def _write(cache: Float[Array, "B C d"], new: Float[Array, "B T d"], positions: Int[Array, "B T"]) -> Float[Array, "B C d"]:
+def _write(
+    cache: Float[Array, "B C d"], new: Float[Array, "B T d"], positions: Int[Array, "B T"]
+) -> Float[Array, "B C d"]:
     """In place under donation. Positions of a row are consecutive."""
     if new.shape[0] == 1:
         return lax.dynamic_update_slice(cache, new.astype(cache.dtype), (0, positions[0, 0], 0))
