@@ -41,15 +41,15 @@ def dense(x: Float[Array, "B T H"], weights: LayerWeights, layer: LayerSpec) -> 
     return _add(x, layer.mlp(layer.norm(x, weights.post_norm), weights.mlp), layer)
 
 
-def moe_input(x: Float[Array, "B T H"], weights: LayerWeights, layer: LayerSpec) -> Float[Array, "T H"]:
+def moe_input(x: Float[Array, "B T H"], weights: LayerWeights, layer: LayerSpec) -> Float[Array, "BT H"]:
     """What router and experts of a MoE layer see, one row per token."""
     return layer.norm(x, weights.post_norm).reshape(-1, x.shape[-1])
 
 
 def moe_output(
     x: Float[Array, "B T H"],
-    normed: Float[Array, "T H"],
-    routed: Float32[Array, "T H"],
+    normed: Float[Array, "BT H"],
+    routed: Float32[Array, "BT H"],
     weights: LayerWeights,
     layer: LayerSpec,
 ) -> Float[Array, "B T H"]:
