@@ -28,7 +28,7 @@ def push(
     at: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
 ) -> Float[Array, "B W *item"]:
-    """The ring after `items`. Positions `at` of a row are consecutive; invalid items, all at its end, leave no trace."""
+    """The ring after `items`. Positions `at` of a row are consecutive; invalid items, at its end, leave no trace."""
     width, items = ring.shape[1], items.astype(ring.dtype)
     if items.shape[1] == 1:
         return lax.optimization_barrier(_push_one(ring, items, at[:, 0], valid[:, 0]))

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import torch
 from checkpoints import FAMILIES, NEW, PROMPT, make
 from safetensors.torch import load_file, save_file
 

@@ -142,7 +142,7 @@ class GQA:
     def _project(
         self, x: Float[Array, "B T H"], positions: Int[Array, "B T"], weights: GQAWeights
     ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T G D"], Float[Array, "B T G D"], Float[Array, "B T gates"]]:
-        """Queries, keys, values, normed and with their positions; the output gates (no columns where there are none)."""
+        """Queries, keys, values, normed and with their positions; the output gates (no columns if there are none)."""
         n, g, d = self.heads, self.kv_heads, self.head_dim
         ends = [n * d, (n + g) * d, (n + 2 * g) * d]
         q, k, v, gate = jnp.split(linear(x, weights.qkv, weights.qkv_bias), ends, axis=-1)
