@@ -44,7 +44,7 @@ class CompressedState(NamedTuple):
 
     window: Float[Array, "B W D"]
     past: CompressorState | None
-    index: CompressorState | None
+    search: CompressorState | None
 
 
 class _Keys(NamedTuple):
@@ -53,7 +53,7 @@ class _Keys(NamedTuple):
     window: Float[Array, "B w D"]
     where: Int[Array, "B w"]
     entries: Float[Array, "B E D"] | None
-    index: Float[Array, "B E J"] | None
+    search: Float[Array, "B E J"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class CompressedAttention:
         return CompressedState(
             window=jnp.zeros((batch, self.window, self.head_dim), dtype),
             past=None if compressor is None else compressor.init_state(batch, capacity, dtype),
-            index=None if indexer is None else indexer.compressor.init_state(batch, capacity, dtype),
+            search=None if indexer is None else indexer.compressor.init_state(batch, capacity, dtype),
         )
 
     def workspace_bytes(self, batch: int, length: int, capacity: int) -> int:
@@ -143,20 +143,24 @@ class CompressedAttention:
             start = positions[:, :1]
             seen = jnp.concatenate([ring.ordered(state.window, start[:, 0]), kv], axis=1)
             where = start - self.window + jnp.arange(seen.shape[1])
-        past, index, chosen = state.past, state.index, None
-        if self.compressor is not None and weights.compressor is not None:
+        past, search, chosen = state.past, state.search, None
+        if self.compressor is not None:
+            assert past is not None
+            assert weights.compressor is not None
             past = self.compressor.apply(x, past, positions, valid, weights.compressor)
-        if self.indexer is not None and weights.indexer is not None:
-            index = self.indexer.compressor.apply(x, index, positions, valid, weights.indexer.compressor)
-            if index.entries.shape[1] > self.indexer.best:  # else all are among the best
+        if self.indexer is not None:
+            assert search is not None
+            assert weights.indexer is not None
+            search = self.indexer.compressor.apply(x, search, positions, valid, weights.indexer.compressor)
+            if search.entries.shape[1] > self.indexer.best:  # else all are among the best
                 chosen = self.indexer.queries(x, latent, positions, weights.indexer)
-        keys = _Keys(seen, where, None if past is None else past.entries, None if index is None else index.entries)
+        keys = _Keys(seen, where, None if past is None else past.entries, None if search is None else search.entries)
         out = in_query_blocks(
             lambda q, at, chosen: self._attend(q, at, chosen, keys, weights.sinks), q, positions, chosen
         )
         out = self.rope(out, positions, inverse=True).reshape(*x.shape[:2], self.output_groups, -1)
         out = einsum("btgi,gri->btgr", out, weights.o_a).astype(x.dtype)
-        return linear(out.reshape(*x.shape[:2], -1), weights.o_b), CompressedState(window, past, index)
+        return linear(out.reshape(*x.shape[:2], -1), weights.o_b), CompressedState(window, past, search)
 
     def _attend(
         self,
@@ -168,10 +172,12 @@ class CompressedAttention:
     ) -> Float[Array, "B T N D"]:
         where, at = keys.where[:, None], positions[..., None]
         parts = [(keys.window, (where >= 0) & (where <= at) & (where > at - self.window))]
-        if self.compressor is not None and keys.entries is not None:
+        if self.compressor is not None:
+            assert keys.entries is not None
             entries, visible = keys.entries, self.compressor.visible(positions, keys.entries.shape[1])
             if self.indexer is not None and chosen is not None:
-                best = self.indexer.choose(*chosen, positions, keys.index)
+                assert keys.search is not None
+                best = self.indexer.choose(*chosen, positions, keys.search)
                 if q.shape[1] == 1:
                     entries = jnp.take_along_axis(entries, best[:, 0, :, None], axis=1)
                     visible = jnp.take_along_axis(visible, best, axis=-1)
