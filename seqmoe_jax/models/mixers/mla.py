@@ -86,6 +86,7 @@ class MLA:
         }
 
     def assemble(self, take: Take) -> MLAWeights:
+        q: Array | LatentQuery
         if self.query_rank is None:
             q = take("q")
         else:
