@@ -3,7 +3,8 @@
 At batch 1 the layer is a read of K experts from memory, so the kernels are built around loads: a program asks for
 all of its bytes before it uses any, every thread has several 16-byte loads in flight, and a row is reduced once, at
 the end. The down projection of a token is one sum over its K experts, so nothing is left to combine. Sums have a
-fixed order: the same expert gives the same bits in any slot, and a token in any row of the batch.
+fixed order: the same expert gives the same bits in any slot, and a token in any row of the batch. Neighbours in the
+grid are the same rows of different routes: where tokens share an expert, the L2 cache reads it once.
 
 With `Config.launches == 1` both projections are one launch. Programs of the down projection come after those of the
 up projection in the grid; they ask for their weights, wait until their token's hidden values are all written, and
@@ -127,7 +128,7 @@ def _up_kernel(
     layout: ExpertLayout,
     config: Config,
 ) -> None:
-    row, route = pl.program_id(0) * config.up_rows, pl.program_id(1)
+    route, row = pl.program_id(0), pl.program_id(1) * config.up_rows
     _up(x_ref, ids_ref, slots_ref, h_ref, route, row, layout=layout, config=config)
 
 
@@ -141,7 +142,7 @@ def _down_kernel(
     layout: ExpertLayout,
     config: Config,
 ) -> None:
-    row, token = pl.program_id(0) * config.down_rows, pl.program_id(1)
+    token, row = pl.program_id(0), pl.program_id(1) * config.down_rows
     _down(h_ref, ids_ref, weights_ref, slots_ref, out_ref, token, row, None, layout=layout, config=config)
 
 
@@ -165,16 +166,16 @@ def _both_kernel(
 
     @pl.when(program < first_down)
     def _first() -> None:
-        route = jax.lax.div(program, jnp.int32(up_programs))
-        row = jax.lax.rem(program, jnp.int32(up_programs)) * config.up_rows
+        route = jax.lax.rem(program, jnp.int32(routes))
+        row = jax.lax.div(program, jnp.int32(routes)) * config.up_rows
         _up(x_ref, ids_ref, slots_ref, h_ref, route, row, layout=layout, config=config)
         _order(interpret)  # every thread's stores come before the one that tells of them
         plgpu.atomic_add(arrived, (jax.lax.div(route, jnp.int32(routes // tokens)),), jnp.int32(1))
 
     @pl.when(program >= first_down)
     def _second() -> None:
-        token = jax.lax.div(program - first_down, jnp.int32(down_programs))
-        row = jax.lax.rem(program - first_down, jnp.int32(down_programs)) * config.down_rows
+        token = jax.lax.rem(program - first_down, jnp.int32(tokens))
+        row = jax.lax.div(program - first_down, jnp.int32(tokens)) * config.down_rows
         _down(h_ref, ids_ref, weights_ref, slots_ref, out_ref, token, row, arrived, layout=layout, config=config)
         _order(interpret)  # all have waited before this program counts as done
         done = plgpu.atomic_add(arrived, (tokens + token,), jnp.int32(1))
@@ -204,7 +205,7 @@ def project_up(
     return pl.pallas_call(
         functools.partial(_up_kernel, layout=layout, config=config),
         out_shape=jax.ShapeDtypeStruct((ids.shape[0], width), hidden_dtype(x)),
-        grid=(pl.cdiv(width, config.up_rows), ids.shape[0]),
+        grid=(ids.shape[0], pl.cdiv(width, config.up_rows)),
         compiler_params=plgpu.CompilerParams(num_warps=config.up_warps, num_stages=1),
         interpret=interpret,
         name="fused_moe_up",
@@ -227,7 +228,7 @@ def project_down(
     return pl.pallas_call(
         functools.partial(_down_kernel, layout=layout, config=config),
         out_shape=jax.ShapeDtypeStruct((batch, hidden), jnp.float32),
-        grid=(pl.cdiv(hidden, config.down_rows), batch),
+        grid=(batch, pl.cdiv(hidden, config.down_rows)),
         compiler_params=plgpu.CompilerParams(num_warps=config.down_warps, num_stages=1),
         interpret=interpret,
         name="fused_moe_down",

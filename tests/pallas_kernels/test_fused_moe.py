@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from functools import cache, partial
 
@@ -77,6 +78,7 @@ def test_kernels_agree_with_the_reference(dtype, x_dtype, hidden, width, impleme
     [
         Config(up_rows=1, up_cols=128, down_rows=4, down_cols=128, fp8="bits"),
         Config(up_rows=8, up_cols=256, up_warps=4, down_rows=16, down_cols=256, down_warps=1),
+        Config(up_rows=8, up_cols=256, down_rows=16, down_cols=128, down_warps=1, launches=1),
     ],
 )
 def test_any_block_shape_gives_the_same(config):
@@ -91,6 +93,15 @@ def test_slots_do_not_matter_to_the_bit(implementation):
     moved = jnp.where(ids >= 0, jnp.asarray(np.argsort(order))[ids], -1)
     at_home = run(implementation, layout, (x, blocks, ids, weights))
     np.testing.assert_array_equal(at_home, run(implementation, layout, (x, blocks[order], moved, weights)))
+
+
+def test_a_token_gets_the_same_bits_in_any_row_of_a_batch():
+    layout, _, (x, blocks, ids, weights) = case(FP8, BF16, 256, 128, batch=2)
+    both = run("gpu", layout, (x, blocks, ids, weights))
+    swapped = run("gpu", layout, (x[::-1], blocks, ids[::-1], weights[::-1]))
+    np.testing.assert_array_equal(both, swapped[::-1])
+    alone = run("gpu", layout, (x[1:], blocks, ids[1:], weights[1:]))
+    np.testing.assert_array_equal(both[1:], alone)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "gpu", "tpu"])
@@ -135,8 +146,10 @@ def test_gpu_kernel_lowers_for_real_shapes(name, batch):
     per_token, hidden, width, dtype = REAL_SHAPES[name]
     layout = swiglu_layout(hidden=hidden, width=width, dtype=dtype)
     args = shapes(batch, per_token, hidden, layout)
-    text = lower_for("cuda", partial(fused_moe, layout=layout, implementation="gpu"), *args)
-    assert text.count("__gpu$xla.gpu.triton") == 2
+    for launches in (1, 2):
+        config = dataclasses.replace(default_config(layout), launches=launches)
+        text = lower_for("cuda", partial(fused_moe, layout=layout, implementation="gpu", config=config), *args)
+        assert text.count("__gpu$xla.gpu.triton") == launches
 
 
 @pytest.mark.parametrize("mode", ["convert", "bits"])
