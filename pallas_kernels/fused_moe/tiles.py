@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped, UInt8
 
@@ -73,13 +72,6 @@ def both(
     if len(masks) == 2:
         return masks[0] & masks[1]
     return masks[0] if masks else None
-
-
-def span(start: Scalar, block: int, size: int) -> Any:
-    """`block` positions from `start`. Pallas rejects static slices beyond `size`, also under a mask."""
-    if isinstance(start, int) and start + block > size:
-        start = jnp.int32(start)
-    return pl.ds(start, block)
 
 
 def load(ref: Ref, mask: Bool[Array, "..."] | None) -> Shaped[Array, "..."]:
