@@ -16,7 +16,8 @@ from seqmoe_jax.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("seqmoe_jax")
 
-FLOATS = ("float32", "bfloat16", "float16", "float64")
+FLOATS = ("float32", "bfloat16", "float16", "float64", FP8.name)
+INTEGERS = ("int64", "int32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class Source:
     shape: tuple[int, ...]
     expert: int | None = None
     rows: tuple[int, int] | None = None
+    integers: bool = False
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -102,7 +104,8 @@ def check_names(checkpoint: Checkpoint, names: NameMap) -> None:
             wrong.append(f"{name} of {info.dtype}")
 
     for source in names.sources():
-        see(source.tensor, source.shape, lambda dtype: dtype == FP8 or dtype.name in FLOATS)
+        kinds = INTEGERS if source.integers else FLOATS
+        see(source.tensor, source.shape, lambda dtype, kinds=kinds: dtype.name in kinds)
         if source.tensor in checkpoint.names and checkpoint.info(source.tensor).dtype == FP8:
             scale = names.scale_source(source)
             see(scale.tensor, scale.shape, lambda dtype: dtype in SCALE_DTYPES)

@@ -18,8 +18,6 @@ from jaxtyping import Array, Float, Float32
 from seqmoe_jax.models.layers import einsum
 from seqmoe_jax.models.tensors import FLOAT32, Take, Tensor, Tensors
 
-Streams = Float[Array, "B T *S H"]
-
 
 class HyperWeights(NamedTuple):
     map: Float32[Array, "M SH"]
@@ -127,3 +125,7 @@ class HyperHead:
 
 def _weighted_sum(x: Float[Array, "B T S H"], gates: Float32[Array, "B T S"]) -> Float[Array, "B T H"]:
     return (gates[..., None] * x.astype(jnp.float32)).sum(axis=2).astype(x.dtype)
+
+
+Residual = Add | HyperConnection
+PLAIN = Add()
