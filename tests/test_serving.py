@@ -45,9 +45,9 @@ def port(service):
         thread.start()
         yield listening.getsockname()[1]
         server.stop()
-        thread.join(20)
+        thread.join(20.0)
         assert not thread.is_alive()
-    service.scheduler.close(20)
+    service.scheduler.close(20.0)
 
 
 def call(port, method, path, body=None):

@@ -176,7 +176,7 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     def stop(self) -> None:
-        self._service.scheduler.close(0)
+        self._service.scheduler.close(0.0)
         self.should_exit = True
 
 
