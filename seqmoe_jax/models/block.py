@@ -31,14 +31,14 @@ def mix(
     """The first half of a layer: every position takes in what its sequence's past holds for it."""
     normed = layer.norm(x, weights.input_norm)
     mixed, state = layer.mixer.apply(normed, state, positions, valid, weights.mixer)
-    return _add(x, mixed, layer), state
+    return add(x, mixed, layer), state
 
 
 def dense(x: Float[Array, "B T H"], weights: LayerWeights, layer: LayerSpec) -> Float[Array, "B T H"]:
     """The second half of a layer without experts."""
     assert isinstance(layer.mlp, DenseSpec)
     assert isinstance(weights.mlp, DenseWeights)
-    return _add(x, layer.mlp(layer.norm(x, weights.post_norm), weights.mlp), layer)
+    return add(x, layer.mlp(layer.norm(x, weights.post_norm), weights.mlp), layer)
 
 
 def moe_input(x: Float[Array, "B T H"], weights: LayerWeights, layer: LayerSpec) -> Float[Array, "BT H"]:
@@ -59,10 +59,11 @@ def moe_output(
     y = routed.astype(x.dtype)
     if layer.mlp.shared is not None and weights.mlp.shared is not None:
         y = y + layer.mlp.shared(normed, weights.mlp.shared)
-    return _add(x, y.reshape(x.shape), layer)
+    return add(x, y.reshape(x.shape), layer)
 
 
-def _add(x: Float[Array, "B T H"], y: Float[Array, "B T H"], layer: LayerSpec) -> Float[Array, "B T H"]:
+def add(x: Float[Array, "B T H"], y: Float[Array, "B T H"], layer: LayerSpec) -> Float[Array, "B T H"]:
+    """`x` with the result of one of the layer's halves."""
     return x + y if layer.residual == 1 else x + y * jnp.asarray(layer.residual, x.dtype)
 
 
