@@ -26,9 +26,9 @@ from jaxtyping import Array
 from pallas_kernels import decode_attention as attention
 from pallas_kernels import matvec as projection
 from pallas_kernels.backend import resolve
-from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.matvec import matvec
+from pallas_kernels.decode_attention.gpu import decode_attention
 from pallas_kernels.matvec.config import default_config
+from pallas_kernels.matvec.gpu import matvec
 from scripts.bench_cache_kernels import Job, print_table, run_jobs
 from seqmoe_jax.models import fused
 from seqmoe_jax.models.fused import DecodeKernels, heads_of
@@ -120,7 +120,7 @@ def check(seed: int) -> dict[str, float]:
         layer, w = layer_of(PEER), weights_of(PEER, seed)
         x, active, tokens = draw(seed + 9, batch, 1, HIDDEN), jnp.ones(batch, bool), jnp.zeros(batch, jnp.int32)
         route = jax.jit(partial(fused.route, layer=layer), static_argnames="kernels")
-        (normed, ids, shares), (expected, its, theirs) = (
+        (normed, _, ids, shares), (expected, _, its, theirs) = (
             route(x, tokens, active, w, kernels=kernels) for kernels in (ALL, XLA)
         )
         worst(normed, expected, 1e-2, "router's input")
@@ -243,7 +243,7 @@ def route_jobs(layers: int) -> Iterator[Job]:
             def program(x: Array, w: Any, kernels: DecodeKernels = kernels) -> Array:
                 active, tokens = jnp.ones(x.shape[0], bool), jnp.zeros(x.shape[0], jnp.int32)
                 for weights in w:
-                    normed, ids, shares = fused.route(x, tokens, active, weights, layer, kernels)
+                    normed, _, ids, shares = fused.route(x, tokens, active, weights, layer, kernels)
                     x = normed[:, None] + (shares * ids).sum(axis=1).astype(BF16)[:, None, None] / 1024
                     x = jax.lax.optimization_barrier(x)
                 return x

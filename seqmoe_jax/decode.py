@@ -109,7 +109,7 @@ def forward(
         # read in every layer and replaced at the end.
         cache = cache._replace(key_score=history.scores(offload.retention))
     positions, active = sequences.position[:, None], ~sequences.done
-    x = block.embed(sequences.token[:, None], weights.embed, spec.embedding_scale)
+    x = block.embed(sequences.token[:, None], weights.embed, spec)
     states, routing = list(sequences.states), list[Int[Array, "B K"]]()
     counts: list[Int32[Array, " 3"]] = []
     for index, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
@@ -119,12 +119,12 @@ def forward(
             x = block.dense(x, w, layer)
         else:
             with jax.named_scope(f"layer{index}/moe"):
-                normed, ids, expert_weights = fused.route(x, sequences.token, active, w, layer, config.kernels)
+                normed, mixing, ids, expert_weights = fused.route(x, sequences.token, active, w, layer, config.kernels)
                 pool = pools[len(routing)]
                 y, cache, new = moe_decode(normed, ids, expert_weights, cache, pool, len(routing), config.cache)
                 routing.append(ids)
                 counts.append(new)
-                x = block.moe_output(x, normed, y, w, layer)
+                x = block.moe_output(x, normed, mixing, y, w, layer)
         # Without this XLA recomputes sums of earlier layers inside later fusions, and compiling takes time that
         # is exponential in the number of layers (ten layers at batch 4 for a GPU: over 280 s, against 18 s).
         x = jax.lax.optimization_barrier(x)

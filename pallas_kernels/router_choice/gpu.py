@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from pallas_kernels.router_choice.config import Score
 
 OUTSIDE = 1 << 30  # index of no expert
 
@@ -19,7 +21,7 @@ def router_choice(
     active: Bool[Array, " B"],
     *,
     top_k: int,
-    score: Literal["softmax", "sigmoid", "chosen-softmax"],
+    score: Score,
     bias: Float[Array, " E"] | None = None,
     correction: Float32[Array, " E"] | None = None,
     normalize: bool = False,

@@ -7,6 +7,7 @@ the order of sums. Shapes as in `block`, with T = 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,12 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from pallas_kernels.backend import Implementation
 from pallas_kernels.decode_attention.config import Heads
 from pallas_kernels.matvec.config import MAX_BATCH
+from pallas_kernels.router_choice.config import MAX_CHOSEN, MAX_EXPERTS, Score
 from seqmoe_jax.models import block
 from seqmoe_jax.models.layers import linear, mask_inactive
 from seqmoe_jax.models.mixers import State
 from seqmoe_jax.models.mixers.gqa import GQA, KV
+from seqmoe_jax.models.residual import Add, Mixing
 from seqmoe_jax.models.routers import RouterSpec
 from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
 from seqmoe_jax.models.weights import LayerWeights, ModelWeights, MoEWeights
@@ -51,13 +54,15 @@ def unfit(spec: ModelSpec, kernels: DecodeKernels) -> list[str]:
     """Which parts of the model stay with XLA though kernels are asked for, and why."""
     reasons = []
     for layer in spec.layers:
+        if kernels != PLAIN and not isinstance(layer.residual, Add):
+            reasons.append(f"all beside the experts, for {type(layer.residual).__name__}: no kernel")
         if kernels.attention == "gpu":
             if not isinstance(layer.mixer, GQA):
                 reasons.append(f"{type(layer.mixer).__name__} mixers: no kernel")
             elif heads_of(layer.mixer).unfit:
                 reasons.append(f"attention: {heads_of(layer.mixer).unfit}")
         if kernels.router == "gpu" and isinstance(layer.mlp, MoESpec) and not _routable(layer.mlp.router):
-            reasons.append("the router: no kernel for groups, or for this many experts")
+            reasons.append("the router: no kernel for this kind")
     return list(dict.fromkeys(reasons))
 
 
@@ -79,24 +84,25 @@ def heads_of(mixer: GQA) -> Heads:
 
 
 def mix(
-    x: Float[Array, "B 1 H"],
+    x: Float[Array, "B 1 *S H"],
     state: State,
     positions: Int[Array, "B 1"],
     active: Bool[Array, " B"],
     weights: LayerWeights,
     layer: LayerSpec,
     kernels: DecodeKernels,
-) -> tuple[Float[Array, "B 1 H"], State]:
+) -> tuple[Float[Array, "B 1 *S H"], State]:
     """`block.mix` of one position per sequence."""
-    mixer = layer.mixer
-    if not isinstance(mixer, GQA) or kernels.attention != "gpu" or heads_of(mixer).unfit:
+    mixer, residual = layer.mixer, layer.residual
+    plain = kernels.attention != "gpu" or not isinstance(residual, Add)
+    if plain or not isinstance(mixer, GQA) or heads_of(mixer).unfit:
         return block.mix(x, state, positions, active[:, None], weights, layer)
-    from pallas_kernels.decode_attention import decode_attention  # Pallas is slow to import
+    from pallas_kernels.decode_attention.gpu import decode_attention  # Pallas is slow to import
 
     w, flat, at = weights.mixer, x[:, 0], positions[:, 0]
     projecting = _projecting(x.shape[0], kernels)
     if projecting:
-        from pallas_kernels.matvec import matvec
+        from pallas_kernels.matvec.gpu import matvec
 
         qkv, _ = matvec(
             flat, w.qkv, bias=w.qkv_bias, norm=layer.norm, norm_weight=weights.input_norm, interpret=kernels.interpret
@@ -112,30 +118,31 @@ def mix(
         out = out * jax.nn.sigmoid(qkv[:, (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim :])
     if projecting:
         flat, _ = matvec(
-            out, w.o, bias=w.o_bias, residual=flat, residual_scale=layer.residual, interpret=kernels.interpret
+            out, w.o, bias=w.o_bias, residual=flat, residual_scale=residual.scale, interpret=kernels.interpret
         )
         return flat[:, None], KV(*kv)
-    return block.add(x, linear(out, w.o, w.o_bias)[:, None], layer), KV(*kv)
+    return residual.leave(x, linear(out, w.o, w.o_bias)[:, None], None), KV(*kv)
 
 
 def route(
-    x: Float[Array, "B 1 H"],
+    x: Float[Array, "B 1 *S H"],
     tokens: Int[Array, " B"],
     active: Bool[Array, " B"],
     weights: LayerWeights,
     layer: LayerSpec,
     kernels: DecodeKernels,
-) -> tuple[Float[Array, "B H"], Int[Array, "B K"], Float32[Array, "B K"]]:
-    """What the experts see, which of them each token goes to (-1 for ended sequences), with which weights."""
+) -> tuple[Float[Array, "B H"], Mixing | None, Int[Array, "B K"], Float32[Array, "B K"]]:
+    """`block.moe_input`, and where each token goes (-1 for ended sequences) with which weights."""
     assert isinstance(layer.mlp, MoESpec)
     assert isinstance(weights.mlp, MoEWeights)
     router, w = layer.mlp.router, weights.mlp.router
-    if kernels.router != "gpu" or not _routable(router) or x.shape[0] > MAX_BATCH:
-        normed = block.moe_input(x, weights, layer)
+    plain = kernels.router != "gpu" or not isinstance(layer.residual, Add) or x.shape[0] > MAX_BATCH
+    if plain or not _routable(router):
+        normed, mixing = block.moe_input(x, weights, layer)
         ids, shares = router(normed, tokens, w)
-        return normed, mask_inactive(ids, active), shares
-    from pallas_kernels.matvec import matvec
-    from pallas_kernels.router_choice import router_choice
+        return normed, mixing, mask_inactive(ids, active), shares
+    from pallas_kernels.matvec.gpu import matvec
+    from pallas_kernels.router_choice.gpu import router_choice
 
     logits, normed = matvec(
         x[:, 0], w.weight, norm=layer.norm, norm_weight=weights.post_norm, dtype=jnp.dtype(jnp.float32),
@@ -146,16 +153,16 @@ def route(
         normalize=router.normalize, eps=router.eps, scale=router.scale,
         rounded_to=x.dtype if router.rounded else None, interpret=kernels.interpret,
     )  # fmt: skip
-    return normed, ids, shares
+    return normed, None, ids, shares
 
 
 def logits_of(
-    x: Float[Array, "B H"], weights: ModelWeights, spec: ModelSpec, kernels: DecodeKernels
+    x: Float[Array, "B *S H"], weights: ModelWeights, spec: ModelSpec, kernels: DecodeKernels
 ) -> Float32[Array, "B V"]:
     """`block.logits_of`."""
-    if not _projecting(x.shape[0], kernels):
+    if not _projecting(x.shape[0], kernels) or spec.head is not None:
         return block.logits_of(x, weights, spec)
-    from pallas_kernels.matvec import matvec
+    from pallas_kernels.matvec.gpu import matvec
 
     logits, _ = matvec(
         x, weights.head, norm=spec.norm, norm_weight=weights.norm, dtype=jnp.dtype(jnp.float32),
@@ -168,5 +175,6 @@ def _projecting(batch: int, kernels: DecodeKernels) -> bool:
     return kernels.projection == "gpu" and batch <= MAX_BATCH
 
 
-def _routable(router: object) -> bool:
-    return isinstance(router, RouterSpec) and router.groups is None and router.experts <= 512 and router.top_k <= 16
+def _routable(router: RouterSpec) -> bool:
+    chosen_by_score = router.hashed is None and router.groups is None and router.score in get_args(Score)
+    return chosen_by_score and router.experts <= MAX_EXPERTS and router.top_k <= MAX_CHOSEN

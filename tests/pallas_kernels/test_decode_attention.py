@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from lowering import lower_for
 
-from pallas_kernels.decode_attention import Config, decode_attention
+from pallas_kernels.decode_attention import Config
+from pallas_kernels.decode_attention.gpu import decode_attention
 from seqmoe_jax.models.fused import heads_of
 from seqmoe_jax.models.mixers.gqa import GQA, KV, GQAWeights
 from seqmoe_jax.models.norms import RMSNorm

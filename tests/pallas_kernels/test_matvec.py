@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from lowering import lower_for
 
-from pallas_kernels.matvec import Config, matvec
+from pallas_kernels.matvec import Config
+from pallas_kernels.matvec.gpu import matvec
 from seqmoe_jax.models.layers import linear
 from seqmoe_jax.models.norms import RMSNorm
 

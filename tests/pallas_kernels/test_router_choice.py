@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from lowering import lower_for
 
-from pallas_kernels.router_choice import router_choice
+from pallas_kernels.router_choice.gpu import router_choice
 from seqmoe_jax.models.routers import RouterSpec, RouterWeights
 
 KINDS = {
