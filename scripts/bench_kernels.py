@@ -217,7 +217,7 @@ def references(case: Case) -> dict[str, jax.Array]:
 
     @jax.jit
     def up_and_down(x: jax.Array, h: jax.Array, slots: jax.Array) -> dict[str, jax.Array]:
-        from pallas_kernels.fused_moe.swiglu import swiglu, unpack_weight
+        from pallas_kernels.fused_moe.swiglu import activate, unpack_weight
 
         def product(name: str, slot: jax.Array, rows: jax.Array) -> jax.Array:
             weight = unpack_weight(slots[slot], layout, name)
@@ -226,7 +226,7 @@ def references(case: Case) -> dict[str, jax.Array]:
         def one(route: jax.Array) -> tuple[jax.Array, jax.Array]:
             slot = ids.reshape(-1)[route]
             token = x[route // case.per_token]
-            up = swiglu(product("gate", slot, token), product("up", slot, token))
+            up = activate(product("gate", slot, token), product("up", slot, token), layout.activation)
             return up, product("down", slot, h[route])
 
         up, down = jax.lax.map(one, jnp.arange(ids.size))
@@ -252,8 +252,8 @@ def pieces(length: int, most: int, least: int = 128) -> list[int]:
 def candidates(case: Case) -> Iterator[tuple[str, Config]]:
     """(part, configuration): each projection by itself, and both in one launch, with 64 to 800 bytes a thread."""
     base = default_config(case.layout)
-    itemsize = case.layout.field("gate").dtype.itemsize
-    fp8 = case.layout.field("gate").dtype == FP8
+    itemsize = case.layout.dtype.itemsize
+    fp8 = case.layout.dtype == FP8
     up_cols, down_cols = pieces(case.hidden, 4096), pieces(case.width, 2048)
     warps = (1, 2, 4, 8)
     row_counts = (1, 2, 4, 8)

@@ -8,8 +8,7 @@ from typing import Literal
 
 import jax
 
-from pallas_kernels.fused_moe.swiglu import is_fp8, sizes
-from pallas_kernels.layout import FP8_BLOCK, ExpertLayout
+from pallas_kernels.layout import FP4, FP4_BLOCK, FP8, FP8_BLOCK, ExpertLayout
 
 Fp8Mode = Literal["convert", "bits"]
 
@@ -20,8 +19,9 @@ class Config:
 
     A program of the first kernel makes `up_rows` of the F hidden values of one route, reading `up_cols` of H
     at a time; one of the second makes `down_rows` of the H outputs, reading `down_cols` of F at a time. For
-    FP8 experts rows divide 128 and columns are multiples of it. `fp8` says how e4m3 becomes float32: by the
-    hardware's conversion (compute capability 8.9 or newer) or by moving the bits into a float16.
+    FP8 experts rows divide 128 and columns are multiples of it; for FP4 columns are multiples of 32. `fp8` says
+    how e4m3 becomes float32: by the hardware's conversion (compute capability 8.9 or newer) or by moving the bits
+    into a float16.
     """
 
     up_rows: int = 2
@@ -41,12 +41,12 @@ class Config:
                 raise ValueError(f"fused_moe config: {name} must be a power of two, got {value}")
 
     def check(self, layout: ExpertLayout) -> None:
-        """Raises `ValueError` where the block shapes do not fit FP8 scale blocks."""
-        if not is_fp8(layout):
-            return
+        """Raises `ValueError` where the block shapes do not fit the blocks that share a scale."""
         for name in ("up", "down"):
             rows, cols = getattr(self, f"{name}_rows"), getattr(self, f"{name}_cols")
-            if FP8_BLOCK % rows or cols % FP8_BLOCK:
+            if layout.dtype == FP4 and cols % FP4_BLOCK:
+                raise ValueError(f"fused_moe config: FP4 experts need {name}_cols a multiple of 32, got {cols}")
+            if layout.dtype == FP8 and (FP8_BLOCK % rows or cols % FP8_BLOCK):
                 raise ValueError(
                     f"fused_moe config: FP8 experts need {name}_rows dividing {FP8_BLOCK} and {name}_cols a "
                     f"multiple of it, got {rows} and {cols}"
@@ -76,9 +76,9 @@ def default_config(layout: ExpertLayout) -> Config:
     rows and 512 of F in 4 warps (one 16-byte load a thread). Other shapes and dtypes keep those bytes per
     thread.
     """
-    hidden, width = sizes(layout)
-    itemsize = layout.field("gate").dtype.itemsize
-    least = FP8_BLOCK if is_fp8(layout) else 16
+    hidden, width = layout.hidden, layout.width
+    itemsize = layout.dtype.itemsize  # FP4 is read as if it were as wide as FP8: half the bytes, as much to unpack
+    least = {FP8: FP8_BLOCK, FP4: FP4_BLOCK}.get(layout.dtype, 16)
     up_cols = chunk(hidden, most=max(least, min(2048, 8192 // itemsize)), least=max(least, min(128, hidden)))
     down_cols = chunk(width, most=max(least, 512), least=max(least, min(128, width)))
     # Powers of two, also where H or F below 128 is none.

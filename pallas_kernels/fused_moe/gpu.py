@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from pallas_kernels.fused_moe import tiles
 from pallas_kernels.fused_moe.config import Config, default_config
-from pallas_kernels.fused_moe.swiglu import hidden_dtype, sizes, swiglu
+from pallas_kernels.fused_moe.swiglu import activate, hidden_dtype
 from pallas_kernels.layout import ExpertLayout
 
 
@@ -44,7 +44,7 @@ def _up(
     config: Config,
 ) -> None:
     """Hidden values `row : row + up_rows` of one route."""
-    hidden, width = sizes(layout)
+    hidden, width = layout.hidden, layout.width
     slot = ids_ref[route]
     token = jax.lax.div(route, jnp.int32(ids_ref.shape[0] // x_ref.shape[0]))
 
@@ -65,7 +65,9 @@ def _up(
                     if part.name == name
                 ]
             )
-        value = swiglu(sums["gate"], sums["up"]).astype(h_ref.dtype)
+            if layout.biased:
+                sums[name] += tiles.load_bias(slots_ref, slot, layout, name, row, config.up_rows)
+        value = activate(sums["gate"], sums["up"], layout.activation).astype(h_ref.dtype)
         mask = tiles.bound(row, config.up_rows, width)
         plgpu.store(h_ref.at[route, pl.ds(row, config.up_rows)], value, mask=mask)
 
@@ -86,7 +88,7 @@ def _down(
     config: Config,
 ) -> None:
     """Outputs `row : row + down_rows` of one token, summed over its routes."""
-    hidden, width = sizes(layout)
+    hidden, width = layout.hidden, layout.width
     per_token = ids_ref.shape[0] // out_ref.shape[0]
     parts = [
         tiles.Part(layout=layout, name="down", row=row, col=start, rows=config.down_rows, cols=config.down_cols)
@@ -98,13 +100,18 @@ def _down(
     loaded = [[part.load(slots_ref, slot, stream=config.stream, active=slot >= 0) for part in parts] for slot in slots]
     if arrived is not None:
         _wait(arrived, token, per_token * pl.cdiv(width, config.up_rows))
-    products = []
+    products, biases = [], jnp.zeros((config.down_rows,), jnp.float32)
     for slot, weight, route, tiles_of_slot in zip(slots, weights, routes, loaded, strict=True):
         for part, bits in zip(parts, tiles_of_slot, strict=True):
-            vector = part.vector(h_ref, route)
-            products.append(part.times(bits, jnp.where(slot >= 0, vector * weight, 0.0), config.fp8))
+            vectors = [jnp.where(slot >= 0, vector * weight, 0.0) for vector in part.vector(h_ref, route)]
+            products.append(part.times(bits, tuple(vectors), config.fp8))
+        if layout.biased:
+            bias = tiles.load_bias(slots_ref, slot, layout, "down", row, config.down_rows, active=slot >= 0)
+            biases += weight * bias
+    total = _sum_rows(products)
     mask = tiles.bound(row, config.down_rows, hidden)
-    plgpu.store(out_ref.at[token, pl.ds(row, config.down_rows)], _sum_rows(products), mask=mask)
+    value = total + biases if layout.biased else total
+    plgpu.store(out_ref.at[token, pl.ds(row, config.down_rows)], value, mask=mask)
 
 
 def _wait(arrived: tiles.Ref, token: Int[Array, ""], count: int) -> None:
@@ -156,7 +163,7 @@ def _both_kernel(
 ) -> None:
     *maybe_aliased, h_ref, out_ref, arrived = refs if interpret else (*refs[1:], refs[0])
     del maybe_aliased
-    hidden, width = sizes(layout)
+    hidden, width = layout.hidden, layout.width
     routes, tokens = ids_ref.shape[0], out_ref.shape[0]
     up_programs, down_programs = pl.cdiv(width, config.up_rows), pl.cdiv(hidden, config.down_rows)
     program = pl.program_id(0)
@@ -199,7 +206,7 @@ def project_up(
     interpret: bool = False,
 ) -> Float[Array, "R F"]:
     """Hidden values of every route; rows of inactive routes (id -1) are left as they are."""
-    width = sizes(layout)[1]
+    width = layout.width
     return pl.pallas_call(
         functools.partial(_up_kernel, layout=layout, config=config),
         out_shape=jax.ShapeDtypeStruct((ids.shape[0], width), hidden_dtype(x)),
@@ -222,7 +229,7 @@ def project_down(
     interpret: bool = False,
 ) -> Float32[Array, "B H"]:
     """Sums of every token's active routes."""
-    hidden = sizes(layout)[0]
+    hidden = layout.hidden
     return pl.pallas_call(
         functools.partial(_down_kernel, layout=layout, config=config),
         out_shape=jax.ShapeDtypeStruct((batch, hidden), jnp.float32),
@@ -243,7 +250,7 @@ def _in_one_launch(
     config: Config,
     interpret: bool,
 ) -> Float32[Array, "B H"]:
-    hidden, width = sizes(layout)
+    hidden, width = layout.hidden, layout.width
     batch, routes = x.shape[0], ids.shape[0]
     # Programs that have arrived and that are done, of every token. A launch leaves zeros as it found them, so it
     # needs no array of its own: XLA is not told that it is written, and all layers share one.

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: views of the slots, loads with masks, FP8 values and their scales."""
+"""What the Triton kernels share: views of the slots, loads with masks, values and scales of FP8 and FP4, biases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped, UInt8
 
 from pallas_kernels.fused_moe.config import Fp8Mode
-from pallas_kernels.layout import FP8, FP8_BLOCK, ExpertLayout
+from pallas_kernels.fused_moe.swiglu import fp4_values, powers_of_two
+from pallas_kernels.layout import FP4, FP4_BLOCK, FP8, FP8_BLOCK, ExpertLayout
 
 Ref = Any  # Pallas has no public type for references.
 Scalar = Int[Array, ""] | int
@@ -104,19 +105,53 @@ def weight_values(tile: Shaped[Array, "..."], layout: ExpertLayout, name: str) -
     return jax.lax.bitcast_convert_type(tile, jnp.dtype(layout.field(name).dtype))
 
 
+def _all(masks: list[Bool[Array, "..."] | None], shape: tuple[int, ...]) -> Bool[Array, "..."] | None:
+    """Where all masks hold, each of which broadcasts to `shape`; None stands for everywhere."""
+    present = [mask for mask in masks if mask is not None]
+    return jnp.broadcast_to(functools.reduce(jnp.logical_and, present), shape) if present else None
+
+
+def load_bias(
+    slots_ref: Ref,
+    slot: Scalar,
+    layout: ExpertLayout,
+    name: str,
+    row: Int[Array, ""],
+    rows: int,
+    *,
+    active: Bool[Array, ""] | None = None,
+) -> Float32[Array, " rows"]:
+    """Elements `row : row + rows` of a bias; zeros beyond it and where not `active`."""
+    field = layout.field(f"{name}_bias")
+    parts = field.dtype.itemsize // layout.storage.itemsize  # stored integers per element
+    element = row + jnp.arange(rows, dtype=jnp.int32)
+    inside = bound(row, rows, field.shape[0])
+    index = layout.start(field.name) + parts * element
+    if parts == 1:
+        stored = load(slots_ref.at[slot, index], _all([inside, active], index.shape))
+        return jax.lax.bitcast_convert_type(stored, jnp.dtype(field.dtype)).astype(jnp.float32)
+    index = index[:, None] + jnp.arange(parts, dtype=jnp.int32)[None, :]
+    mask = _all([None if inside is None else inside[:, None], active], index.shape)
+    shifts = 8 * layout.storage.itemsize * jnp.arange(parts, dtype=jnp.uint32)[None, :]
+    stored = load(slots_ref.at[slot, index], mask).astype(jnp.uint32)
+    words = jnp.sum(stored << shifts, axis=1, dtype=jnp.uint32).astype(f"uint{8 * field.dtype.itemsize}")
+    return jax.lax.bitcast_convert_type(words, jnp.dtype(field.dtype)).astype(jnp.float32)
+
+
 class Bits(NamedTuple):
     """What is loaded of a part of a matrix, as stored."""
 
     values: Shaped[Array, "rows ..."]
-    scales: UInt8[Array, "blocks 4"] | None
+    scales: UInt8[Array, "..."] | None  # FP8: [blocks, 4], the bytes of a float32; FP4: [rows, blocks]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """`rows` x `cols` of one matrix of an expert, from (`row`, `col`) on: how the decode kernels read any format.
 
-    Loading is apart from using, so that a program may ask for everything first. The columns of FP8 matrices have
-    two dimensions, blocks of a common scale and positions in them; then `rows` lie in one row of blocks.
+    Loading is apart from using, so that a program may ask for everything first. The columns of FP8 and FP4 matrices
+    have two dimensions, blocks of a common scale and positions in them; for FP8, `rows` lie in one row of blocks.
+    A stored column of FP4 is a byte with two numbers, so it meets two elements of a vector.
     """
 
     layout: ExpertLayout
@@ -128,17 +163,21 @@ class Part:
 
     @property
     def columns(self) -> Int[Array, "..."]:
-        """Index of every column."""
-        if self.layout.field(self.name).dtype != FP8:
-            return self.col + jnp.arange(self.cols, dtype=jnp.int32)
-        starts = self.col + FP8_BLOCK * jnp.arange(self.cols // FP8_BLOCK, dtype=jnp.int32)
-        return starts[:, None] + jnp.arange(FP8_BLOCK, dtype=jnp.int32)[None, :]
+        """Index of every stored column."""
+        packed = 2 if self.layout.dtype == FP4 else 1
+        first, count = self.col // packed, self.cols // packed
+        block = {FP8: FP8_BLOCK, FP4: FP4_BLOCK // packed}.get(self.layout.dtype)
+        if block is None:
+            return first + jnp.arange(count, dtype=jnp.int32)
+        starts = first + block * jnp.arange(count // block, dtype=jnp.int32)
+        return starts[:, None] + jnp.arange(block, dtype=jnp.int32)[None, :]
 
     @property
     def inside(self) -> Bool[Array, "..."] | None:
-        """Which columns the matrix has; None for all."""
+        """Which stored columns the matrix has; None for all."""
         width = self.layout.field(self.name).shape[1]
-        return None if self.col + self.cols <= width else self.columns < width
+        end = (self.col + self.cols) // (2 if self.layout.dtype == FP4 else 1)
+        return None if end <= width else self.columns < width
 
     def load(
         self, slots_ref: Ref, slot: Int[Array, ""], *, stream: bool, active: Bool[Array, ""] | None = None
@@ -149,14 +188,27 @@ class Part:
         tail = (None,) * columns.ndim
         rows = self.row + jnp.arange(self.rows, dtype=jnp.int32)
         index = self.layout.start(self.name) + (rows * width)[:, *tail] + columns[None]
-        masks = [mask[:, *tail] for mask in [bound(self.row, self.rows, height)] if mask is not None]
-        masks += [mask[None] for mask in [inside] if mask is not None] + [mask for mask in [active] if mask is not None]
-        mask = jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), index.shape) if masks else None
+        below = bound(self.row, self.rows, height)
+        masks = [None if below is None else below[:, *tail], None if inside is None else inside[None], active]
+        mask = _all(masks, index.shape)
         policy = "evict_first" if stream else None
         values = load(slots_ref.at[slot, index], mask, eviction_policy=policy)
-        return Bits(values, self._load_scales(slots_ref, slot, active) if columns.ndim == 2 else None)
+        scales = {FP8: self._load_fp8_scales, FP4: self._load_fp4_scales}.get(self.layout.dtype)
+        return Bits(values, scales and scales(slots_ref, slot, active))
 
-    def _load_scales(
+    def _load_fp4_scales(
+        self, slots_ref: Ref, slot: Int[Array, ""], active: Bool[Array, ""] | None
+    ) -> UInt8[Array, "rows blocks"]:
+        """The scale of each block of each row."""
+        field = self.layout.field(f"{self.name}_scale")
+        first, count = self.col // FP4_BLOCK, self.cols // FP4_BLOCK
+        rows = self.row + jnp.arange(self.rows, dtype=jnp.int32)
+        index = field.offset + (rows * field.shape[1])[:, None] + (first + jnp.arange(count, dtype=jnp.int32))[None]
+        below, inside = bound(self.row, self.rows, field.shape[0]), bound(first, count, field.shape[1])
+        masks = [None if below is None else below[:, None], None if inside is None else inside[None], active]
+        return load(slots_ref.at[slot, index], _all(masks, index.shape))
+
+    def _load_fp8_scales(
         self, slots_ref: Ref, slot: Int[Array, ""], active: Bool[Array, ""] | None
     ) -> UInt8[Array, "blocks 4"]:
         """The bytes of the scale of each block: one 32-bit load a block."""
@@ -165,18 +217,27 @@ class Part:
         block = first + jnp.arange(count, dtype=jnp.int32)
         offset = field.offset + 4 * (jax.lax.div(self.row, jnp.int32(FP8_BLOCK)) * per_row + block)
         index = offset[:, None] + jnp.arange(4, dtype=jnp.int32)[None, :]
-        masks = [mask[:, None] for mask in [bound(first, count, per_row)] if mask is not None]
-        masks += [mask for mask in [active] if mask is not None]
-        mask = jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), index.shape) if masks else None
-        return load(slots_ref.at[slot, index], mask)
+        inside = bound(first, count, per_row)
+        return load(slots_ref.at[slot, index], _all([None if inside is None else inside[:, None], active], index.shape))
 
-    def vector(self, ref: Ref, index: Int[Array, ""]) -> Float32[Array, "..."]:
-        """The elements of row `index` that meet these columns."""
-        value = load(ref.at[index, self.columns], self.inside)
-        return value.astype(jnp.float32)
+    def vector(self, ref: Ref, index: Int[Array, ""]) -> tuple[Float32[Array, "..."], ...]:
+        """The elements of row `index` that meet these columns; for FP4 the even ones and the odd ones."""
+        columns = self.columns
+        which = (2 * columns, 2 * columns + 1) if self.layout.dtype == FP4 else (columns,)
+        return tuple(load(ref.at[index, where], self.inside).astype(jnp.float32) for where in which)
 
-    def times(self, bits: Bits, vector: Float32[Array, "..."], mode: Fp8Mode) -> Float32[Array, "rows ..."]:
-        """Each element times that of the vector. A scale goes onto the vector: once for all rows."""
+    def times(
+        self, bits: Bits, vectors: tuple[Float32[Array, "..."], ...], mode: Fp8Mode
+    ) -> Float32[Array, "rows ..."]:
+        """Each element times that of the vector (for FP4, the sum of the two of a byte).
+
+        The scales of FP8 go onto the vector: once for all rows. Those of FP4 go onto the sums of two.
+        """
+        if self.layout.dtype == FP4:
+            assert bits.scales is not None
+            low, high = fp4_values(bits.values) * vectors[0][None], fp4_values(bits.values >> 4) * vectors[1][None]
+            return (low + high) * powers_of_two(bits.scales)[:, :, None]
+        (vector,) = vectors
         if bits.scales is None:
             return weight_values(bits.values, self.layout, self.name).astype(jnp.float32) * vector[None]
         shifts = 8 * jnp.arange(4, dtype=jnp.uint32)[None, :]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from seqmoe_jax.models.families import glm4_moe, granitemoe, mixtral, olmoe, qwen_moe
+from seqmoe_jax.models.families import glm4_moe, gpt_oss, granitemoe, mixtral, olmoe, qwen_moe
 from seqmoe_jax.models.families.common import Family
 from seqmoe_jax.models.fields import Fields
 from seqmoe_jax.models.spec import ModelSpec
@@ -13,6 +13,7 @@ from seqmoe_jax.models.spec import ModelSpec
 # By `model_type` of config.json.
 FAMILIES: Mapping[str, Family] = {
     "glm4_moe": glm4_moe.FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
     "granitemoe": granitemoe.FAMILY,
     "mixtral": mixtral.FAMILY,
     "olmoe": olmoe.FAMILY,

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.layout import FP8
+from pallas_kernels.layout import FP4, FP8
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.models.fields import Fields
 from seqmoe_jax.models.mixers.gqa import GQA
@@ -38,8 +38,8 @@ def only(config: Fields, name: str, value: Any, default: Any) -> None:
         raise config.unsupported(name, found, (value,))
 
 
-def rms_norm(config: Fields, default: float = 1e-6) -> RMSNorm:
-    return RMSNorm(eps=config.number("rms_norm_eps", default))
+def rms_norm(config: Fields, default: float = 1e-6, **options: Any) -> RMSNorm:
+    return RMSNorm(eps=config.number("rms_norm_eps", default), **options)
 
 
 def rope(config: Fields, head_dim: int, *, theta: float = 10000.0, part: float = 1.0) -> Rope:
@@ -132,6 +132,19 @@ def sigmoid_router(config: Fields) -> RouterSpec:
     return spec
 
 
+def layer_types(
+    config: Fields, default: tuple[str, ...], known: tuple[str, ...], name: str = "layer_types"
+) -> tuple[str, ...]:
+    """The kind of each layer from a list. Raises `ConfigError` for an unknown kind or a wrong count."""
+    types, layers = config.texts(name, default), config.size("num_hidden_layers")
+    if len(types) != layers:
+        raise ConfigError(f"{config.where}: {name} has {len(types)} entries for num_hidden_layers {layers}")
+    for kind in types:
+        if kind not in known:
+            raise config.unsupported(name, kind, known)
+    return types
+
+
 def check_groups(config: Fields, spec: RouterSpec, count: int, best: int) -> None:
     """Raises `ConfigError` where `best` of `count` groups of experts cannot be."""
     size = spec.experts // count
@@ -183,8 +196,10 @@ def weight_dtypes(config: Fields) -> tuple[np.dtype, np.dtype, tuple[int, int] |
     if not quantization.values:
         return dtype, dtype, None
     method, kind = quantization.text("quant_method"), quantization.text("fmt", "e4m3")
+    if method == "mxfp4":
+        return dtype, FP4, None
     if method != "fp8":
-        raise quantization.unsupported("quant_method", method, ("fp8",))
+        raise quantization.unsupported("quant_method", method, ("fp8", "mxfp4"))
     if kind != "e4m3":
         raise quantization.unsupported("fmt", kind, ("e4m3",))
     block = quantization.ints("weight_block_size", (128, 128))
