@@ -22,7 +22,7 @@ from seqmoe_jax.models.layers import mask_inactive
 from seqmoe_jax.models.mixers import State
 from seqmoe_jax.models.spec import ModelSpec, MoESpec
 from seqmoe_jax.models.weights import ModelWeights, MoEWeights
-from seqmoe_jax.sampling import SamplingParams, greedy, sample
+from seqmoe_jax.sampling import SamplingParams, greedy, mask_padding, sample
 
 RUNNING, STOPPED, EXHAUSTED = range(3)  # what a step says of a sequence: goes on, end token, length reached
 
@@ -60,6 +60,7 @@ class StepConfig:
     cache: CacheConfig
     forecast: bool  # policy seqmoe: scores follow the forecast
     greedy: bool
+    vocab: int  # of the tokenizer; the output head may have more rows, which must never be drawn
 
 
 class StepOutput(NamedTuple):
@@ -81,6 +82,8 @@ def choose(
     config: StepConfig,
 ) -> tuple[Sequences, Int32[Array, " B"], Int32[Array, " B"]]:
     """Samples the tokens that will stand at `position` and says which sequences they end; ended ones stay put."""
+    if config.vocab < config.spec.vocab:
+        logits = mask_padding(logits, config.vocab)
     picked = greedy(logits) if config.greedy else sample(logits, sampling, position)
     token = jnp.where(sequences.done, sequences.token, picked)
     remaining = jnp.where(sequences.done, sequences.remaining, sequences.remaining - 1)

@@ -60,7 +60,7 @@ def _up(
         for name in ("gate", "up"):
             sums[name] = _sum_rows(
                 [
-                    part.times(bits, part.vector(x_ref, token), config.fp8)
+                    part.times(bits, part.vectors(x_ref, token), config.fp8)
                     for part, bits in zip(parts, loaded, strict=True)
                     if part.name == name
                 ]
@@ -103,8 +103,8 @@ def _down(
     products, biases = [], jnp.zeros((config.down_rows,), jnp.float32)
     for slot, weight, route, tiles_of_slot in zip(slots, weights, routes, loaded, strict=True):
         for part, bits in zip(parts, tiles_of_slot, strict=True):
-            vectors = [jnp.where(slot >= 0, vector * weight, 0.0) for vector in part.vector(h_ref, route)]
-            products.append(part.times(bits, tuple(vectors), config.fp8))
+            vectors = part.vectors(h_ref, route, active=slot >= 0)
+            products.append(part.times(bits, vectors, config.fp8, factor=weight))
         if layout.biased:
             bias = tiles.load_bias(slots_ref, slot, layout, "down", row, config.down_rows, active=slot >= 0)
             biases += weight * bias
@@ -120,8 +120,9 @@ def _wait(arrived: tiles.Ref, token: Int[Array, ""], count: int) -> None:
     def look(_: Int[Array, ""]) -> Int[Array, ""]:
         return plgpu.load(arrived.at[token], volatile=True)
 
-    jax.lax.while_loop(lambda seen: seen < count, look, jnp.int32(0))
-    plgpu.atomic_add(arrived, (token,), jnp.int32(0))  # acquires what they have released
+    seen = jax.lax.while_loop(lambda seen: seen < count, look, jnp.int32(0))
+    # Acquires what they have released. It adds zero, but a loop of which nothing is used would be taken out.
+    plgpu.atomic_add(arrived, (token,), jnp.minimum(seen, count) - count)
 
 
 def _up_kernel(

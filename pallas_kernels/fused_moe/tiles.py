@@ -106,9 +106,9 @@ def weight_values(tile: Shaped[Array, "..."], layout: ExpertLayout, name: str) -
 
 
 def _all(masks: list[Bool[Array, "..."] | None], shape: tuple[int, ...]) -> Bool[Array, "..."] | None:
-    """Where all masks hold, each of which broadcasts to `shape`; None stands for everywhere."""
-    present = [mask for mask in masks if mask is not None]
-    return jnp.broadcast_to(functools.reduce(jnp.logical_and, present), shape) if present else None
+    """Where all masks hold that there are."""
+    given = [mask for mask in masks if mask is not None]
+    return jnp.broadcast_to(functools.reduce(jnp.logical_and, given), shape) if given else None
 
 
 def load_bias(
@@ -188,11 +188,12 @@ class Part:
         tail = (None,) * columns.ndim
         rows = self.row + jnp.arange(self.rows, dtype=jnp.int32)
         index = self.layout.start(self.name) + (rows * width)[:, *tail] + columns[None]
+        if columns.ndim == 2:
+            # Bytes too are read eight at a time: a thread then has the columns that it has of a 16-bit vector.
+            index = plgpu.max_contiguous(index, (1, 1, 8))
         below = bound(self.row, self.rows, height)
-        masks = [None if below is None else below[:, *tail], None if inside is None else inside[None], active]
-        mask = _all(masks, index.shape)
-        policy = "evict_first" if stream else None
-        values = load(slots_ref.at[slot, index], mask, eviction_policy=policy)
+        mask = _all([below if below is None else below[:, *tail], inside, active], index.shape)
+        values = load(slots_ref.at[slot, index], mask, eviction_policy="evict_first" if stream else None)
         scales = {FP8: self._load_fp8_scales, FP4: self._load_fp4_scales}.get(self.layout.dtype)
         return Bits(values, scales and scales(slots_ref, slot, active))
 
@@ -218,32 +219,46 @@ class Part:
         offset = field.offset + 4 * (jax.lax.div(self.row, jnp.int32(FP8_BLOCK)) * per_row + block)
         index = offset[:, None] + jnp.arange(4, dtype=jnp.int32)[None, :]
         inside = bound(first, count, per_row)
-        return load(slots_ref.at[slot, index], _all([None if inside is None else inside[:, None], active], index.shape))
+        return load(
+            slots_ref.at[slot, index], _all([inside if inside is None else inside[:, None], active], index.shape)
+        )
 
-    def vector(self, ref: Ref, index: Int[Array, ""]) -> tuple[Float32[Array, "..."], ...]:
-        """The elements of row `index` that meet these columns; for FP4 the even ones and the odd ones."""
+    def vectors(
+        self, ref: Ref, index: Int[Array, ""], *, active: Bool[Array, ""] | None = None
+    ) -> tuple[Float32[Array, "..."], ...]:
+        """The elements of row `index` that meet these columns, for FP4 the even ones and the odd ones; zeros where not
+        `active`."""
         columns = self.columns
         which = (2 * columns, 2 * columns + 1) if self.layout.dtype == FP4 else (columns,)
-        return tuple(load(ref.at[index, where], self.inside).astype(jnp.float32) for where in which)
+        mask = _all([self.inside, active], columns.shape)
+        return tuple(load(ref.at[index, where], mask).astype(jnp.float32) for where in which)
 
     def times(
-        self, bits: Bits, vectors: tuple[Float32[Array, "..."], ...], mode: Fp8Mode
+        self,
+        bits: Bits,
+        vectors: tuple[Float32[Array, "..."], ...],
+        mode: Fp8Mode,
+        *,
+        factor: Float32[Array, ""] | None = None,
     ) -> Float32[Array, "rows ..."]:
-        """Each element times that of the vector (for FP4, the sum of the two of a byte).
+        """Each element times that of the vector (for FP4, the sum of the two of a byte), times `factor`.
 
-        The scales of FP8 go onto the vector: once for all rows. Those of FP4 go onto the sums of two.
+        What can goes onto the vector: once for all rows. FP4 has a scale per row: it goes onto the sums of two.
         """
         if self.layout.dtype == FP4:
             assert bits.scales is not None
-            low, high = fp4_values(bits.values) * vectors[0][None], fp4_values(bits.values >> 4) * vectors[1][None]
-            return (low + high) * powers_of_two(bits.scales)[:, :, None]
+            low, high = (vector if factor is None else vector * factor for vector in vectors)
+            both = fp4_values(bits.values) * low[None] + fp4_values(bits.values >> 4) * high[None]
+            return both * powers_of_two(bits.scales)[:, :, None]
         (vector,) = vectors
         if bits.scales is None:
+            vector = vector if factor is None else vector * factor
             return weight_values(bits.values, self.layout, self.name).astype(jnp.float32) * vector[None]
         shifts = 8 * jnp.arange(4, dtype=jnp.uint32)[None, :]
         words = jnp.sum(bits.scales.astype(jnp.uint32) << shifts, axis=1, dtype=jnp.uint32)
-        scaled = vector * jax.lax.bitcast_convert_type(words, jnp.float32)[:, None]
-        return fp8_values(bits.values, mode).astype(jnp.float32) * scaled[None]
+        scales = jax.lax.bitcast_convert_type(words, jnp.float32)
+        scales = scales if factor is None else scales * factor
+        return fp8_values(bits.values, mode).astype(jnp.float32) * (vector * scales[:, None])[None]
 
 
 def load_scale(
