@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 
 from pallas_kernels.layout import FP4, FP4_BLOCK
 from seqmoe_jax.checkpoints.fp8 import DEFAULT_BLOCK
 from seqmoe_jax.checkpoints.sources import NameMap, Source, check_names
 from seqmoe_jax.models.families import FAMILIES
 from seqmoe_jax.models.naming import ExpertNames
-from seqmoe_jax.models.spec import ModelSpec
+from seqmoe_jax.models.spec import ModelSpec, MoESpec
 
 __all__ = ["NameMap", "Source", "check_names", "names_of"]
 
@@ -32,8 +32,10 @@ def names_of(spec: ModelSpec, available: Set[str]) -> NameMap:
         else:
             theirs = names.model[ours]
         dense[ours] = Source(tensor=theirs, shape=tensor.shape)
+    moe, fp4 = spec.moe, spec.expert_dtype == FP4
     experts = tuple(
-        tuple(_experts(spec, names.prefix.format(index=index), names.experts, available)) for index in spec.moe_layers
+        tuple(_experts(spec.hidden, moe, fp4, names.prefix.format(index=index), names.experts, available))
+        for index in spec.moe_layers
     )
     ignored = tuple(pattern.format(layers=len(spec.layers)) for pattern in names.ignored)
     return NameMap(
@@ -45,26 +47,29 @@ def names_of(spec: ModelSpec, available: Set[str]) -> NameMap:
     )
 
 
-def _experts(spec: ModelSpec, prefix: str, names: ExpertNames, available: Set[str]) -> Iterator[dict[str, Source]]:
+def _experts(
+    hidden: int, moe: MoESpec, fp4: bool, prefix: str, names: ExpertNames, available: Set[str]
+) -> Iterator[dict[str, Source]]:
     """Sources of the fields of one layer's experts, in the form that the checkpoint has them."""
-    fp4 = spec.expert_dtype == FP4
+    matrices = {"gate": (moe.width, hidden), "up": (moe.width, hidden), "down": (hidden, moe.width)}
     fused = prefix + names.fused_gate_up + ("_blocks" if fp4 else "")
     split = names.split and fused not in available
-    for expert in range(spec.moe.experts):
-        yield _split(spec, prefix, names, expert) if split else _fused(spec, prefix, names, expert)
+    for expert in range(moe.experts):
+        if split:
+            yield _split(matrices, fp4, prefix, names, expert)
+        else:
+            yield _fused(matrices, moe, fp4, prefix, names, expert)
 
 
-def _matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    width, hidden = spec.moe.width, spec.hidden
-    return {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+_Matrices = Mapping[str, tuple[int, int]]  # name -> [out, in]
 
 
-def _split(spec: ModelSpec, prefix: str, names: ExpertNames, expert: int) -> dict[str, Source]:
+def _split(matrices: _Matrices, fp4: bool, prefix: str, names: ExpertNames, expert: int) -> dict[str, Source]:
     """One tensor per expert and matrix."""
     sources = {}
-    for name, (rows, cols) in _matrices(spec).items():
+    for name, (rows, cols) in matrices.items():
         tensor = prefix + getattr(names, name).format(expert=expert)
-        if spec.expert_dtype == FP4:
+        if fp4:
             end, replacement = names.scale_suffix
             scale = tensor.removesuffix(end) + replacement
             sources[name] = Source(tensor=tensor, shape=(rows, cols // 2), packed=True)
@@ -74,13 +79,15 @@ def _split(spec: ModelSpec, prefix: str, names: ExpertNames, expert: int) -> dic
     return sources
 
 
-def _fused(spec: ModelSpec, prefix: str, names: ExpertNames, expert: int) -> dict[str, Source]:
+def _fused(
+    matrices: _Matrices, moe: MoESpec, fp4: bool, prefix: str, names: ExpertNames, expert: int
+) -> dict[str, Source]:
     """Parts of tensors that hold all experts of a layer."""
-    count, width = spec.moe.experts, spec.moe.width
+    count, width = moe.experts, moe.width
     halves = {"gate": ((0, width), 1), "up": ((width, 2 * width), 1)}
     turns = {"gate": ((0, 2 * width), 2), "up": ((1, 2 * width), 2)}
     sources = {}
-    for name, (rows, cols) in _matrices(spec).items():
+    for name, (rows, cols) in matrices.items():
         tensor = prefix + (names.fused_down if name == "down" else names.fused_gate_up)
         part, step = (None, 1) if name == "down" else (turns if names.interleaved else halves)[name]
         height = rows if name == "down" else 2 * rows
@@ -88,7 +95,7 @@ def _fused(spec: ModelSpec, prefix: str, names: ExpertNames, expert: int) -> dic
         def source(tensor: str, *shape: int, part=part, step=step, **how: bool) -> Source:
             return Source(tensor=tensor, shape=(count, *shape), expert=expert, rows=part, step=step, **how)
 
-        if spec.expert_dtype == FP4:
+        if fp4:
             blocks = cols // FP4_BLOCK
             sources[name] = source(f"{tensor}_blocks", height, blocks, FP4_BLOCK // 2, packed=True)
             sources[f"{name}_scale"] = source(f"{tensor}_scales", height, blocks, packed=True)
@@ -96,6 +103,6 @@ def _fused(spec: ModelSpec, prefix: str, names: ExpertNames, expert: int) -> dic
             sources[name] = source(tensor, cols, height, transposed=True)
         else:
             sources[name] = source(tensor, height, cols)
-        if spec.moe.bias:
+        if moe.bias:
             sources[f"{name}_bias"] = source(f"{tensor}_bias", height)
     return sources

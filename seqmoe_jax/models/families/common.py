@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.layout import FP4, FP8
+from pallas_kernels.layout import FP4, FP4_BLOCK, FP8
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.models.fields import Fields
 from seqmoe_jax.models.mixers.gqa import GQA
@@ -205,6 +205,11 @@ def weight_dtypes(config: Fields) -> tuple[np.dtype, np.dtype, tuple[int, int] |
         return dtype, dtype, None
     method, kind = quantization.text("quant_method"), quantization.text("fmt", "e4m3")
     if method == "mxfp4":
+        for name in ("hidden_size", "intermediate_size"):
+            if config.size(name) % FP4_BLOCK:
+                raise ConfigError(
+                    f"{config.where}: {name} {config.size(name)} must be a multiple of {FP4_BLOCK} for MXFP4 experts"
+                )
         return dtype, FP4, None
     if method != "fp8":
         raise quantization.unsupported("quant_method", method, ("fp8", "mxfp4"))
