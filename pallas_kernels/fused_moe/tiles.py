@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped, UInt8
 
@@ -76,18 +75,11 @@ def both(
     return masks[0] if masks else None
 
 
-def span(start: Scalar, block: int, size: int) -> Any:
-    """`block` positions from `start`. Pallas rejects static slices beyond `size`, also under a mask."""
-    if isinstance(start, int) and start + block > size:
-        start = jnp.int32(start)
-    return pl.ds(start, block)
-
-
-def load(ref: Ref, mask: Bool[Array, "..."] | None, **how: Any) -> Shaped[Array, "..."]:
+def load(ref: Ref, mask: Bool[Array, "..."] | None) -> Shaped[Array, "..."]:
     """A load that reads zeros, and touches no memory, where the mask is false."""
     if mask is None:
-        return plgpu.load(ref, **how)
-    return plgpu.load(ref, mask=mask, other=jnp.zeros((), ref.dtype), **how)
+        return plgpu.load(ref)
+    return plgpu.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))
 
 
 def fp8_values(tile: UInt8[Array, "..."], mode: Fp8Mode) -> Float[Array, "..."]:
@@ -113,41 +105,39 @@ def _all(masks: list[Bool[Array, "..."] | None], shape: tuple[int, ...]) -> Bool
 
 def load_bias(
     slots_ref: Ref,
-    slot: Scalar,
+    slots: Int[Array, " N"],
+    active: Bool[Array, " N"] | None,
+    row: Int[Array, ""],
+    *,
     layout: ExpertLayout,
     name: str,
-    row: Int[Array, ""],
     rows: int,
-    *,
-    active: Bool[Array, ""] | None = None,
-) -> Float32[Array, " rows"]:
-    """Elements `row : row + rows` of a bias; zeros beyond it and where not `active`."""
+) -> Float32[Array, "rows N"]:
+    """Elements `row : row + rows` of a bias of the experts in `slots`; zeros beyond it and where not `active`."""
     field = layout.field(f"{name}_bias")
     parts = field.dtype.itemsize // layout.storage.itemsize  # stored integers per element
-    element = row + jnp.arange(rows, dtype=jnp.int32)
-    inside = bound(row, rows, field.shape[0])
-    index = layout.start(field.name) + parts * element
-    if parts == 1:
-        stored = load(slots_ref.at[slot, index], _all([inside, active], index.shape))
-        return jax.lax.bitcast_convert_type(stored, jnp.dtype(field.dtype)).astype(jnp.float32)
-    index = index[:, None] + jnp.arange(parts, dtype=jnp.int32)[None, :]
-    mask = _all([None if inside is None else inside[:, None], active], index.shape)
-    shifts = 8 * layout.storage.itemsize * jnp.arange(parts, dtype=jnp.uint32)[None, :]
-    stored = load(slots_ref.at[slot, index], mask).astype(jnp.uint32)
-    words = jnp.sum(stored << shifts, axis=1, dtype=jnp.uint32).astype(f"uint{8 * field.dtype.itemsize}")
+    below = bound(row, rows, field.shape[0])
+    shape = (rows, *slots.shape, parts)
+    index = layout.start(field.name) + parts * (row + jnp.arange(rows, dtype=jnp.int32))
+    index = jnp.broadcast_to(_along(index, 0, 3) + jnp.arange(parts, dtype=jnp.int32)[None, None], shape)
+    masks = [None if below is None else _along(below, 0, 3), None if active is None else _along(active, 1, 3)]
+    stored = load(slots_ref.at[jnp.broadcast_to(_along(slots, 1, 3), shape), index], _all(masks, shape))
+    shifts = 8 * layout.storage.itemsize * jnp.arange(parts, dtype=jnp.uint32)[None, None, :]
+    words = jnp.sum(stored.astype(jnp.uint32) << shifts, axis=2, dtype=jnp.uint32)
+    words = words.astype(f"uint{8 * field.dtype.itemsize}")
     return jax.lax.bitcast_convert_type(words, jnp.dtype(field.dtype)).astype(jnp.float32)
 
 
 class Bits(NamedTuple):
-    """What is loaded of a part of a matrix, as stored."""
+    """What is loaded of a part, as stored."""
 
-    values: Shaped[Array, "rows ..."]
-    scales: UInt8[Array, "..."] | None  # FP8: [blocks, 4], the bytes of a float32; FP4: [rows, blocks]
+    values: Shaped[Array, "rows N ..."]
+    scales: UInt8[Array, "..."] | None  # FP8: [N, blocks, 4], the bytes of a float32; FP4: [rows, N, blocks]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """`rows` x `cols` of one matrix of an expert, from (`row`, `col`) on: how the decode kernels read any format.
+    """`rows` x `cols` of one matrix, from (`row`, `col`) on, of N experts: how the decode kernels read any format.
 
     Loading is apart from using, so that a program may ask for everything first. The columns of FP8 and FP4 matrices
     have two dimensions, blocks of a common scale and positions in them; for FP8, `rows` lie in one row of blocks.
@@ -179,86 +169,109 @@ class Part:
         end = (self.col + self.cols) // (2 if self.layout.dtype == FP4 else 1)
         return None if end <= width else self.columns < width
 
-    def load(
-        self, slots_ref: Ref, slot: Int[Array, ""], *, stream: bool, active: Bool[Array, ""] | None = None
-    ) -> Bits:
-        """The part of the expert in `slot`, zeros beyond the matrix and, without a read, where not `active`."""
+    def load(self, slots_ref: Ref, slots: Int[Array, " N"], active: Bool[Array, " N"] | None) -> Bits:
+        """The part of the experts in `slots`; zeros beyond the matrix and, without a read, where not `active`."""
         height, width = self.layout.field(self.name).shape
-        columns, inside = self.columns, self.inside
-        tail = (None,) * columns.ndim
+        columns, inside, rank = self.columns, self.inside, self.columns.ndim
         rows = self.row + jnp.arange(self.rows, dtype=jnp.int32)
-        index = self.layout.start(self.name) + (rows * width)[:, *tail] + columns[None]
-        if columns.ndim == 2:
+        shape = (self.rows, *slots.shape, *columns.shape)
+        index = self.layout.start(self.name) + _along(rows * width, 0, 2 + rank) + columns[None, None]
+        index = jnp.broadcast_to(index, shape)
+        if rank == 2:
             # Bytes too are read eight at a time: a thread then has the columns that it has of a 16-bit vector.
-            index = plgpu.max_contiguous(index, (1, 1, 8))
+            index = plgpu.max_contiguous(index, (1, 1, 1, 8))
         below = bound(self.row, self.rows, height)
-        mask = _all([below if below is None else below[:, *tail], inside, active], index.shape)
-        values = load(slots_ref.at[slot, index], mask, eviction_policy="evict_first" if stream else None)
+        mask = _all(
+            [
+                None if below is None else _along(below, 0, 2 + rank),
+                None if active is None else _along(active, 1, 2 + rank),
+                None if inside is None else inside[None, None],
+            ],
+            shape,
+        )
+        where = slots_ref.at[jnp.broadcast_to(_along(slots, 1, 2 + rank), shape), index]
+        values = load(where, mask)
         scales = {FP8: self._load_fp8_scales, FP4: self._load_fp4_scales}.get(self.layout.dtype)
-        return Bits(values, scales and scales(slots_ref, slot, active))
+        return Bits(values, scales and scales(slots_ref, slots, active))
 
     def _load_fp4_scales(
-        self, slots_ref: Ref, slot: Int[Array, ""], active: Bool[Array, ""] | None
-    ) -> UInt8[Array, "rows blocks"]:
+        self, slots_ref: Ref, slots: Int[Array, " N"], active: Bool[Array, " N"] | None
+    ) -> UInt8[Array, "rows N blocks"]:
         """The scale of each block of each row."""
         field = self.layout.field(f"{self.name}_scale")
         first, count = self.col // FP4_BLOCK, self.cols // FP4_BLOCK
-        rows = self.row + jnp.arange(self.rows, dtype=jnp.int32)
-        index = field.offset + (rows * field.shape[1])[:, None] + (first + jnp.arange(count, dtype=jnp.int32))[None]
+        rows, blocks = (jnp.arange(size, dtype=jnp.int32) for size in (self.rows, count))
+        shape = (self.rows, *slots.shape, count)
+        index = field.offset + _along((self.row + rows) * field.shape[1], 0, 3) + _along(first + blocks, 2, 3)
         below, inside = bound(self.row, self.rows, field.shape[0]), bound(first, count, field.shape[1])
-        masks = [None if below is None else below[:, None], None if inside is None else inside[None], active]
-        return load(slots_ref.at[slot, index], _all(masks, index.shape))
+        masks = [
+            None if below is None else _along(below, 0, 3),
+            None if active is None else _along(active, 1, 3),
+            None if inside is None else _along(inside, 2, 3),
+        ]
+        where = slots_ref.at[jnp.broadcast_to(_along(slots, 1, 3), shape), jnp.broadcast_to(index, shape)]
+        return load(where, _all(masks, shape))
 
     def _load_fp8_scales(
-        self, slots_ref: Ref, slot: Int[Array, ""], active: Bool[Array, ""] | None
-    ) -> UInt8[Array, "blocks 4"]:
+        self, slots_ref: Ref, slots: Int[Array, " N"], active: Bool[Array, " N"] | None
+    ) -> UInt8[Array, "N blocks 4"]:
         """The bytes of the scale of each block: one 32-bit load a block."""
         field = self.layout.field(f"{self.name}_scale")
         first, count, per_row = self.col // FP8_BLOCK, self.cols // FP8_BLOCK, field.shape[1]
         block = first + jnp.arange(count, dtype=jnp.int32)
         offset = field.offset + 4 * (jax.lax.div(self.row, jnp.int32(FP8_BLOCK)) * per_row + block)
-        index = offset[:, None] + jnp.arange(4, dtype=jnp.int32)[None, :]
+        shape = (*slots.shape, count, 4)
+        index = jnp.broadcast_to(_along(offset, 1, 3) + jnp.arange(4, dtype=jnp.int32)[None, None], shape)
         inside = bound(first, count, per_row)
-        return load(
-            slots_ref.at[slot, index], _all([inside if inside is None else inside[:, None], active], index.shape)
-        )
+        masks = [
+            None if active is None else _along(active, 0, 3),
+            None if inside is None else _along(inside, 1, 3),
+        ]
+        return load(slots_ref.at[jnp.broadcast_to(_along(slots, 0, 3), shape), index], _all(masks, shape))
 
     def vectors(
-        self, ref: Ref, index: Int[Array, ""], *, active: Bool[Array, ""] | None = None
-    ) -> tuple[Float32[Array, "..."], ...]:
-        """The elements of row `index` that meet these columns, for FP4 the even ones and the odd ones; zeros where not
+        self, ref: Ref, rows: Int[Array, " N"], active: Bool[Array, " N"] | None
+    ) -> tuple[Float32[Array, "N ..."], ...]:
+        """The elements of `ref[rows]` that meet these columns, for FP4 the even ones and the odd ones; zeros where not
         `active`."""
-        columns = self.columns
+        columns, inside = self.columns, self.inside
+        rank, shape = 1 + columns.ndim, (*rows.shape, *columns.shape)
+        masks = [None if active is None else _along(active, 0, rank), None if inside is None else inside[None]]
+        mask, row = _all(masks, shape), jnp.broadcast_to(_along(rows, 0, rank), shape)
         which = (2 * columns, 2 * columns + 1) if self.layout.dtype == FP4 else (columns,)
-        mask = _all([self.inside, active], columns.shape)
-        return tuple(load(ref.at[index, where], mask).astype(jnp.float32) for where in which)
+        return tuple(load(ref.at[row, jnp.broadcast_to(w[None], shape)], mask).astype(jnp.float32) for w in which)
 
     def times(
         self,
         bits: Bits,
-        vectors: tuple[Float32[Array, "..."], ...],
+        vectors: tuple[Float32[Array, "N ..."], ...],
+        factor: Float32[Array, " N"] | None,
         mode: Fp8Mode,
-        *,
-        factor: Float32[Array, ""] | None = None,
-    ) -> Float32[Array, "rows ..."]:
+    ) -> Float32[Array, "rows N ..."]:
         """Each element times that of the vector (for FP4, the sum of the two of a byte), times `factor`.
 
-        What can goes onto the vector: once for all rows. FP4 has a scale per row: it goes onto the sums of two.
+        What can goes onto the vector: once for all rows. FP4 has scales per row: they go onto the sums of two.
         """
         if self.layout.dtype == FP4:
             assert bits.scales is not None
-            low, high = (vector if factor is None else vector * factor for vector in vectors)
-            both = fp4_values(bits.values) * low[None] + fp4_values(bits.values >> 4) * high[None]
-            return both * powers_of_two(bits.scales)[:, :, None]
+            if factor is not None:
+                vectors = tuple(vector * _along(factor, 0, vector.ndim) for vector in vectors)
+            both = fp4_values(bits.values) * vectors[0][None] + fp4_values(bits.values >> 4) * vectors[1][None]
+            return both * powers_of_two(bits.scales)[:, :, :, None]
         (vector,) = vectors
         if bits.scales is None:
-            vector = vector if factor is None else vector * factor
+            vector = vector if factor is None else vector * _along(factor, 0, vector.ndim)
             return weight_values(bits.values, self.layout, self.name).astype(jnp.float32) * vector[None]
-        shifts = 8 * jnp.arange(4, dtype=jnp.uint32)[None, :]
-        words = jnp.sum(bits.scales.astype(jnp.uint32) << shifts, axis=1, dtype=jnp.uint32)
+        shifts = 8 * jnp.arange(4, dtype=jnp.uint32)[None, None, :]
+        words = jnp.sum(bits.scales.astype(jnp.uint32) << shifts, axis=2, dtype=jnp.uint32)
         scales = jax.lax.bitcast_convert_type(words, jnp.float32)
-        scales = scales if factor is None else scales * factor
-        return fp8_values(bits.values, mode).astype(jnp.float32) * (vector * scales[:, None])[None]
+        scales = scales if factor is None else scales * factor[:, None]
+        return fp8_values(bits.values, mode).astype(jnp.float32) * (vector * scales[:, :, None])[None]
+
+
+def _along(vector: Shaped[Array, " N"], axis: int, rank: int) -> Shaped[Array, "..."]:
+    """The vector as an array of `rank` dimensions, of size 1 but along `axis`."""
+    return vector[tuple(slice(None) if i == axis else None for i in range(rank))]
 
 
 def load_scale(
