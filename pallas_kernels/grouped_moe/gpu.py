@@ -96,8 +96,8 @@ def _products(
     totals = jax.lax.fori_loop(0, pl.cdiv(width, depth), step, zeros)
     if not layout.biased:
         return totals
-    biases = [tiles.load_bias(flat_ref, slot, layout, name, col, cols) for name in names]
-    return tuple(total + bias[None, :] for total, bias in zip(totals, biases, strict=True))
+    biases = [tiles.load_bias(flat_ref, slot[None], None, col, layout=layout, name=name, rows=cols) for name in names]
+    return tuple(total + jnp.sum(bias, axis=1)[None, :] for total, bias in zip(totals, biases, strict=True))
 
 
 def _load_fp4_scales(
