@@ -109,7 +109,7 @@ def forward(
         # read in every layer and replaced at the end.
         cache = cache._replace(key_score=history.scores(offload.retention))
     positions, active = sequences.position[:, None], ~sequences.done
-    x = block.embed(sequences.token[:, None], weights.embed, spec.embedding_scale)
+    x = block.embed(sequences.token[:, None], weights.embed, spec)
     states, counts = list(sequences.states), jnp.zeros(3, jnp.int32)
     routing: list[Int[Array, "B K"]] = []
     for index, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
@@ -120,14 +120,14 @@ def forward(
         else:
             assert isinstance(w.mlp, MoEWeights)
             with jax.named_scope(f"layer{index}/moe"):
-                normed = block.moe_input(x, w, layer)
+                normed, mixing = block.moe_input(x, w, layer)
                 ids, expert_weights = layer.mlp.router(normed, sequences.token, w.mlp.router)
                 ids = mask_inactive(ids, active)
                 pool = pools[len(routing)]
                 y, cache, new = moe_decode(normed, ids, expert_weights, cache, pool, len(routing), config.cache)
                 routing.append(ids)
                 counts += new
-                x = block.moe_output(x, normed, y, w, layer)
+                x = block.moe_output(x, normed, mixing, y, w, layer)
         # Without this XLA recomputes sums of earlier layers inside later fusions, and compiling takes time that
         # is exponential in the number of layers (ten layers at batch 4 for a GPU: over 280 s, against 18 s).
         x = jax.lax.optimization_barrier(x)

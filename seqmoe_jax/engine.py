@@ -377,7 +377,7 @@ class TokenEngine:
             done=jax.device_put(~real, self.device),
         )
         states, cache = list(sequences.states), self._offload.cache
-        last = jnp.zeros((batch, spec.hidden), self.dtype, device=self.device)
+        last = jnp.zeros((batch, *spec.token_shape), self.dtype, device=self.device)
         counts = jnp.zeros(3, jnp.int32, device=self.device)
         tokens_of = [jnp.zeros(self.config.experts, jnp.int32, device=self.device) for _ in spec.moe_layers]
         device_lengths = jax.device_put(lengths, self.device)
@@ -390,7 +390,7 @@ class TokenEngine:
             valid = (np.arange(width) + start < lengths[:, None]) & real[:, None]
             device_tokens, device_valid = jax.device_put((tokens, valid), self.device)
             at = jnp.asarray(start, jnp.int32)
-            x, positions = embed_chunk(weights.embed, device_tokens, at, scale=spec.embedding_scale)
+            x, positions = embed_chunk(weights.embed, device_tokens, at, spec=spec)
             moe_index, routed = 0, list[Routing]()
             for index, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
                 is_moe = index in spec.moe_layers

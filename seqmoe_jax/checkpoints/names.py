@@ -31,7 +31,8 @@ def names_of(spec: ModelSpec, available: Set[str]) -> NameMap:
             theirs = names.prefix.format(index=index) + names.layer[part]
         else:
             theirs = names.model[ours]
-        dense[ours] = Source(tensor=theirs, shape=tensor.shape)
+        integers = tensor.dtype is not None and tensor.dtype.kind == "i"
+        dense[ours] = Source(tensor=theirs, shape=tensor.shape, integers=integers)
     moe, fp4 = spec.moe, spec.expert_dtype == FP4
     experts = tuple(
         tuple(_experts(spec.hidden, moe, fp4, names.prefix.format(index=index), names.experts, available))
@@ -43,6 +44,7 @@ def names_of(spec: ModelSpec, available: Set[str]) -> NameMap:
         experts=experts,
         layer_index=spec.moe_layers,
         block=spec.fp8_block or DEFAULT_BLOCK,
+        scale_suffix=names.scale_suffix,
         ignored=(*ignored, *((names.model["lm_head"],) if spec.tied else ())),
     )
 

@@ -8,15 +8,14 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from seqmoe_jax.checkpoints.fp8 import DEFAULT_BLOCK, FP8, SCALE_DTYPES, scale_shape
 from seqmoe_jax.checkpoints.safetensors import Checkpoint
 from seqmoe_jax.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("seqmoe_jax")
 
-FLOATS = ("float32", "bfloat16", "float16", "float64")
+FLOATS = ("float32", "bfloat16", "float16", "float64", FP8.name)
+INTEGERS = ("int64", "int32")
 PACKED = ("uint8", "int8", "float8_e8m0fnu")  # names under which checkpoints store bytes
 
 
@@ -35,6 +34,7 @@ class Source:
     step: int = 1
     transposed: bool = False
     packed: bool = False
+    integers: bool = False
 
     @property
     def _inner(self) -> tuple[int, ...]:
@@ -132,7 +132,7 @@ def check_names(checkpoint: Checkpoint, names: NameMap) -> None:
             wrong.append(f"{name} of {info.dtype}")
 
     for source in names.sources():
-        kinds = PACKED if source.packed else (FP8.name, *FLOATS)
+        kinds = PACKED if source.packed else INTEGERS if source.integers else FLOATS
         see(source.tensor, source.shape, kinds)
         if source.tensor in checkpoint.names and checkpoint.info(source.tensor).dtype == FP8:
             scale = names.scale_source(source)
