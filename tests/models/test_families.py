@@ -76,6 +76,6 @@ def test_yarn_rounds_the_ends_of_its_blend_outwards():
 def test_scalars_of_granite():
     spec = spec_from_config(preset("granite-3.0-3b-a800m"))
     layer = spec.layers[0]
-    assert (spec.embedding_scale, spec.logits_scale, layer.residual) == (12, 6, 0.22)
+    assert (spec.embedding_scale, spec.logits_scale, layer.residual.scale) == (12, 6, 0.22)
     assert layer.mixer.scale == 0.015625 != layer.mixer.head_dim**-0.5
     assert math.isclose(layer.mixer.rope.theta, 1e4)
