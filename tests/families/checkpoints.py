@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -99,6 +101,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(**LATENT, q_lora_rank=24, num_key_value_heads=4, n_shared_experts=1, n_group=1, topk_group=1,
              rms_norm_eps=1e-5, **default_rope(partial_rotary_factor=1.0)),
     ),
+    # One layer of each kind of attention; windows, ratios and the indexer's choice are smaller than the prompt.
+    "deepseek_v4": (
+        "DeepseekV4",
+        dict(num_hidden_layers=3, compress_ratios=[0, 4, 128], compress_rate_hca=8, num_hash_layers=1,
+             num_key_value_heads=1, head_dim=32, qk_rope_head_dim=8, q_lora_rank=32, o_groups=2, o_lora_rank=16,
+             moe_intermediate_size=32, n_routed_experts=8, n_shared_experts=1, swiglu_limit=1.0, sliding_window=8,
+             index_n_heads=8, index_head_dim=16, index_topk=3, compress_rope_theta=160000.0,
+             rope_scaling={"type": "yarn", "factor": 16, "original_max_position_embeddings": 64}),
+    ),
     # Its own test is test_parity.py; here with YaRN.
     "qwen3_moe": (
         "Qwen3Moe",
@@ -116,6 +127,14 @@ class Reference:
     directory: Path
     tokens: list[int]  # the prompt and NEW greedy ones
     logits: np.ndarray  # [len(tokens), V]
+
+
+FAMILIES["gpt_oss"] = (
+    "GptOss",
+    dict(intermediate_size=96, num_key_value_heads=2, head_dim=16, num_local_experts=8, sliding_window=20,
+         rope_parameters={"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0,
+                          "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 16}),
+)  # fmt: skip
 
 
 def make(family: str, directory: Path) -> Reference:
@@ -144,6 +163,9 @@ def randomize(model: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("tid2eid"):
+                rows = [torch.randperm(model.config.n_routed_experts, generator=generator) for _ in tensor]
+                tensor.copy_(torch.stack(rows)[:, : tensor.shape[1]])
             if "inv_freq" in name or not tensor.dtype.is_floating_point:
                 continue
             noise = torch.randn(tensor.shape, generator=generator)
@@ -160,5 +182,39 @@ def randomize(model: torch.nn.Module) -> None:
             elif name.endswith("embed_tokens.weight"):
                 value = noise
             else:
-                value = 1.5 * tensor.shape[-1] ** -0.5 * noise
+                # GPT-OSS holds its experts as [E, in, out].
+                turned = type(model).__name__.startswith("GptOss") and ".experts." in name
+                value = 1.5 * tensor.shape[-2 if turned else -1] ** -0.5 * noise
             tensor.copy_(value)
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[..., rows, columns] -> codes [..., rows, blocks, 16], exponents [..., rows, blocks], what they mean."""
+    blocks = weight.float().unflatten(-1, (-1, 32))
+    exponent = torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 6))
+    codes = (blocks / 2**exponent).unsqueeze(-1).sub(E2M1).abs().argmin(-1)
+    packed = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    return packed, (exponent[..., 0] + 127).to(torch.uint8), (E2M1[codes] * 2**exponent).flatten(-2)
+
+
+def make_mxfp4(directory: Path) -> Reference:
+    """GPT-OSS as published: experts in MXFP4. The reference runs on what they mean, which is exact in bfloat16."""
+    plain = directory / "dequantised"
+    make("gpt_oss", plain)
+    tensors = load_file(plain / "model.safetensors")
+    stored, meant = dict(tensors), dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            del stored[name]
+            stored[f"{name}_blocks"], stored[f"{name}_scales"], value = to_mxfp4(tensor.mT)
+            meant[name] = value.mT.bfloat16().contiguous()
+    config = json.loads((plain / "config.json").read_text())
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    save_file(meant, plain / "model.safetensors", {"format": "pt"})
+    reference = run("GptOss", plain)
+    return Reference(directory=directory, tokens=reference.tokens, logits=reference.logits)

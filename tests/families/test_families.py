@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -13,7 +14,8 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
-from checkpoints import FAMILIES, NEW, PROMPT, make
+from checkpoints import FAMILIES, NEW, PROMPT, make, make_mxfp4
+from published_v4 import make_v4
 from safetensors.torch import load_file, save_file
 
 from seqmoe_jax.decode import StepOutput, choose, forward
@@ -46,10 +48,15 @@ class RecordingEngine(TokenEngine):
         return recording
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+# As published, where that is another format than what transformers writes.
+PUBLISHED = {"gpt_oss-mxfp4": make_mxfp4, "deepseek_v4": make_v4}
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES.keys() | PUBLISHED.keys()))
 def case(request, tmp_path_factory):
     """(our model, the reference)."""
-    reference = make(request.param, tmp_path_factory.mktemp(request.param))
+    directory = tmp_path_factory.mktemp(request.param)
+    reference = PUBLISHED[request.param](directory) if request.param in PUBLISHED else make(request.param, directory)
     return load_model(reference.directory)[0], reference
 
 
@@ -69,6 +76,16 @@ def test_tokens_and_logits_are_those_of_transformers(case):
     assert engine.last_stats.hit_rate < 1
     expected = reference.logits[len(PROMPT) : -1]
     np.testing.assert_allclose(np.concatenate(engine.logits)[: len(expected)], expected, atol=1e-4)
+
+
+@pytest.mark.slow  # one more compilation of everything for every family
+def test_prompts_of_different_lengths_leave_each_other_alone(case):
+    model, reference = case
+    engine = TokenEngine(model, policy="lru", residency=0.6, max_batch=2)
+    events = list(engine.run([PROMPT, PROMPT[:19]], max_new_tokens=NEW))
+    assert [event.token for event in events if event.sequence == 0] == reference.tokens[len(PROMPT) :]
+    short = [event.token for event in events if event.sequence == 1]
+    assert [event.token for event in engine.run([PROMPT[:19]], max_new_tokens=NEW)] == short
 
 
 @pytest.mark.slow  # one more compilation of everything for every family
@@ -103,4 +120,12 @@ def test_the_published_layout_of_qwen3_5_gives_the_same_weights(tmp_path, caplog
     assert "mtp.* (1 tensors), model.visual.* (1 tensors)" in caplog.text
     assert model.spec == saved.spec
     both = (jax.tree.leaves((loaded.weights, loaded.pools)) for loaded in (model, saved))
+    assert all(np.array_equal(ours, expected) for ours, expected in zip(*both, strict=True))
+
+
+def test_deepseek_v4_as_transformers_saves_it_has_the_same_weights(tmp_path):
+    published = make_v4(tmp_path)
+    model, saved = load_model(published.directory)[0], load_model(tmp_path / "dequantised")[0]
+    assert model.spec == replace(saved.spec, expert_dtype=model.spec.expert_dtype, fp8_block=model.spec.fp8_block)
+    both = (jax.tree.leaves(loaded.weights) for loaded in (model, saved))
     assert all(np.array_equal(ours, expected) for ours, expected in zip(*both, strict=True))

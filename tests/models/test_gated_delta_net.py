@@ -86,7 +86,7 @@ def test_a_single_step_is_the_recurrence():
 def test_strong_decay_does_not_overflow():
     q, k, v, log_decay, beta = heads(CHUNK)
     memory = jnp.zeros((2, SPEC.value_heads, SPEC.key_dim, SPEC.value_dim))
-    out, after = chunked(q, k, v, log_decay * 100, beta, memory)
+    out, after = jax.jit(chunked)(q, k, v, log_decay * 100, beta, memory)
     assert np.isfinite(out).all()
     assert np.isfinite(after).all()
 

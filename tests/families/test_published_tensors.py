@@ -1,4 +1,4 @@
-"""Presets have the sizes of the published models, and the name maps know every tensor of their checkpoints."""
+"""The name maps know every tensor of published checkpoints, by name, shape and dtype."""
 
 import json
 import math
@@ -15,8 +15,7 @@ from seqmoe_jax.checkpoints.names import check_names, names_of
 from seqmoe_jax.checkpoints.safetensors import Checkpoint
 from seqmoe_jax.errors import CheckpointError
 from seqmoe_jax.models.families import spec_from_config
-from seqmoe_jax.planning import state_bytes
-from seqmoe_jax.presets import preset_names, preset_path
+from seqmoe_jax.presets import preset_path
 
 BF16, FP8, E8M0 = (np.dtype(kind) for kind in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu))
 F32, I64, I8 = np.dtype(np.float32), np.dtype(np.int64), np.dtype(np.int8)
@@ -24,41 +23,6 @@ F32, I64, I8 = np.dtype(np.float32), np.dtype(np.int64), np.dtype(np.int8)
 
 def spec_of(preset):
     return spec_from_config(json.loads(preset_path(preset).read_text()))
-
-
-def parameters(spec):
-    """Weights in all, scales not counted."""
-    dense = sum(math.prod(tensor.shape) for name, tensor in spec.tensors().items() if not name.endswith("table"))
-    return dense + spec.num_keys * 3 * spec.hidden * spec.moe.width
-
-
-# preset: (weights, bytes of an expert's block, experts, state bytes per token in bfloat16 and beside that)
-SIZES = {
-    "qwen3-30b-a3b": (30_532_122_624, 9_437_184, 6144, 98_304, 0),
-    "qwen3-30b-a3b-fp8": (30_532_122_624, 4_724_736, 6144, 98_304, 0),
-    # Delta nets: 30 layers of a 32 x 128 x 128 memory in float32 and four inputs of 8192 channels.
-    "qwen3.6-35b-a3b": (34_660_610_688, 6_291_456, 10_240, 20_480, 30 * (4 * 32 * 128 * 128 + 2 * 4 * 8192)),
-    "qwen3-next-80b-a3b": (79_674_391_296, 6_291_456, 24_576, 24_576, 36 * (4 * 32 * 128 * 128 + 2 * 4 * 8192)),
-    "deepseek-v2-lite": (15_706_484_224, 17_301_504, 26 * 64, 27 * 2 * (512 + 64), 0),
-    "deepseek-v3": (671_026_419_200, 44_054_528, 58 * 256, 61 * 2 * (512 + 64), 0),
-}
-
-
-@pytest.mark.parametrize("preset", SIZES)
-def test_sizes(preset):
-    weights, expert, experts, per_token, fixed = SIZES[preset]
-    spec = spec_of(preset)
-    assert parameters(spec) == weights
-    assert spec.expert_layout.block_bytes == expert
-    assert spec.num_keys == experts
-    short, long = (state_bytes(spec, 1, context, BF16) for context in (4096, 8192))
-    assert (long - short) // 4096 == per_token
-    assert short - 4096 * per_token == fixed
-
-
-def test_every_preset_is_a_model_that_is_understood():
-    for name in preset_names():
-        assert spec_of(name).num_keys > 0
 
 
 class Published(Checkpoint):
@@ -77,6 +41,69 @@ class Published(Checkpoint):
 
     def size(self, which=lambda name: True):
         return sum(math.prod(shape) * dtype.itemsize for name, (dtype, shape) in self.tensors.items() if which(name))
+
+
+def fp8(name, rows, cols):
+    """A DeepSeek-V4 weight with a power of two for each 128 x 128 block."""
+    grid = (math.ceil(rows / 128), math.ceil(cols / 128))
+    return {f"{name}.weight": (FP8, (rows, cols)), f"{name}.scale": (E8M0, grid)}
+
+
+def fp4(name, rows, cols):
+    """A DeepSeek-V4 expert's matrix: two numbers in a byte, a power of two for 32 columns."""
+    return {f"{name}.weight": (I8, (rows, cols // 2)), f"{name}.scale": (E8M0, (rows, cols // 32))}
+
+
+def v4_block(at, *, ratio, hashed=False):
+    """The published tensors of one layer of DeepSeek-V4-Flash."""
+    tensors = {f"{at}attn_norm.weight": (BF16, (4096,)), f"{at}ffn_norm.weight": (BF16, (4096,))}
+    for half in ("attn", "ffn"):
+        tensors |= {f"{at}hc_{half}_fn": (F32, (24, 16384)), f"{at}hc_{half}_base": (F32, (24,))}
+        tensors[f"{at}hc_{half}_scale"] = (F32, (3,))
+    a, f = f"{at}attn.", f"{at}ffn."
+    tensors |= {
+        f"{a}attn_sink": (F32, (64,)),
+        f"{a}q_norm.weight": (BF16, (1024,)),
+        f"{a}kv_norm.weight": (BF16, (512,)),
+    }
+    tensors |= fp8(f"{a}wq_a", 1024, 4096) | fp8(f"{a}wq_b", 32768, 1024) | fp8(f"{a}wkv", 512, 4096)
+    tensors |= fp8(f"{a}wo_a", 8192, 4096) | fp8(f"{a}wo_b", 4096, 8192)
+
+    def compressor(at, width, dim):
+        projections = {f"{at}{name}.weight": (BF16, (width, 4096)) for name in ("wkv", "wgate")}
+        return projections | {f"{at}ape": (F32, (ratio, width)), f"{at}norm.weight": (BF16, (dim,))}
+
+    if ratio:
+        tensors |= compressor(f"{a}compressor.", 1024 if ratio == 4 else 512, 512)
+    if ratio == 4:
+        tensors |= compressor(f"{a}indexer.compressor.", 256, 128) | fp8(f"{a}indexer.wq_b", 8192, 1024)
+        tensors[f"{a}indexer.weights_proj.weight"] = (BF16, (64, 4096))
+    tensors[f"{f}gate.weight"] = (BF16, (256, 4096))
+    if hashed:
+        tensors[f"{f}gate.tid2eid"] = (I64, (129280, 6))
+    else:
+        tensors[f"{f}gate.bias"] = (F32, (256,))
+    parts = {"w1": (2048, 4096), "w3": (2048, 4096), "w2": (4096, 2048)}
+    for name, shape in parts.items():
+        tensors |= fp8(f"{f}shared_experts.{name}", *shape)
+        for expert in range(256):
+            tensors |= fp4(f"{f}experts.{expert}.{name}", *shape)
+    return tensors
+
+
+def v4_head(at):
+    return {f"{at}hc_head_fn": (F32, (4, 16384)), f"{at}hc_head_base": (F32, (4,)), f"{at}hc_head_scale": (F32, (1,))}
+
+
+def v4_flash():
+    tensors = dict.fromkeys(("embed.weight", "head.weight"), (BF16, (129280, 4096)))
+    tensors |= {"norm.weight": (BF16, (4096,))} | v4_head("")
+    for layer in range(43):
+        ratio = 0 if layer < 2 else (128 if layer % 2 else 4)
+        tensors |= v4_block(f"layers.{layer}.", ratio=ratio, hashed=layer < 3)
+    tensors |= v4_block("mtp.0.", ratio=0) | v4_head("mtp.0.")
+    tensors |= fp8("mtp.0.e_proj", 4096, 4096) | fp8("mtp.0.h_proj", 4096, 4096)
+    return tensors | {f"mtp.0.{name}.weight": (BF16, (4096,)) for name in ("enorm", "hnorm", "norm")}
 
 
 def qwen36():
@@ -142,12 +169,15 @@ def v3():
     return tensors
 
 
-PUBLISHED = {"deepseek-v3": v3, "qwen3.6-35b-a3b": qwen36}
+PUBLISHED = {"deepseek-v4-flash": v4_flash, "deepseek-v3": v3, "qwen3.6-35b-a3b": qwen36}
 
 
 @pytest.mark.parametrize(("preset", "tensors"), PUBLISHED.items())
 def test_every_published_tensor_has_its_place(preset, tensors):
     published = Published(tensors())
+    if preset == "deepseek-v4-flash":
+        assert len(published.names) == 69_187
+        assert published.size() == pytest.approx(159.6e9, rel=5e-4)
     if preset == "qwen3.6-35b-a3b":
         text = published.size(lambda name: not name.startswith(("mtp.", "model.visual.")))
         assert text == pytest.approx(69.3e9, rel=5e-4)
