@@ -15,13 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
-from seqmoe_jax.experts.cache import CacheConfig, SlotCache, moe_decode, rescore
+from seqmoe_jax.experts.cache import CacheConfig, SlotCache, all_hits, moe_decode, rescore
 from seqmoe_jax.forecast import history
-from seqmoe_jax.models import block
-from seqmoe_jax.models.layers import mask_inactive
+from seqmoe_jax.models import block, fused
 from seqmoe_jax.models.mixers import State
 from seqmoe_jax.models.spec import ModelSpec, MoESpec
-from seqmoe_jax.models.weights import ModelWeights, MoEWeights
+from seqmoe_jax.models.weights import ModelWeights
 from seqmoe_jax.sampling import SamplingParams, greedy, mask_padding, sample
 
 RUNNING, STOPPED, EXHAUSTED = range(3)  # what a step says of a sequence: goes on, end token, length reached
@@ -61,6 +60,7 @@ class StepConfig:
     forecast: bool  # policy seqmoe: scores follow the forecast
     greedy: bool
     vocab: int  # of the tokenizer; the output head may have more rows, which must never be drawn
+    kernels: fused.DecodeKernels = fused.PLAIN  # beside the experts'
 
 
 class StepOutput(NamedTuple):
@@ -110,23 +110,20 @@ def forward(
         cache = cache._replace(key_score=history.scores(offload.retention))
     positions, active = sequences.position[:, None], ~sequences.done
     x = block.embed(sequences.token[:, None], weights.embed, spec)
-    states, counts = list(sequences.states), jnp.zeros(3, jnp.int32)
-    routing: list[Int[Array, "B K"]] = []
+    states, routing = list(sequences.states), list[Int[Array, "B K"]]()
+    counts: list[Int32[Array, " 3"]] = []
     for index, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
         with jax.named_scope(f"layer{index}/mixer"):
-            x, states[index] = block.mix(x, states[index], positions, active[:, None], w, layer)
+            x, states[index] = fused.mix(x, states[index], positions, active, w, layer, config.kernels)
         if not isinstance(layer.mlp, MoESpec):
             x = block.dense(x, w, layer)
         else:
-            assert isinstance(w.mlp, MoEWeights)
             with jax.named_scope(f"layer{index}/moe"):
-                normed, mixing = block.moe_input(x, w, layer)
-                ids, expert_weights = layer.mlp.router(normed, sequences.token, w.mlp.router)
-                ids = mask_inactive(ids, active)
+                normed, mixing, ids, expert_weights = fused.route(x, sequences.token, active, w, layer, config.kernels)
                 pool = pools[len(routing)]
                 y, cache, new = moe_decode(normed, ids, expert_weights, cache, pool, len(routing), config.cache)
                 routing.append(ids)
-                counts += new
+                counts.append(new)
                 x = block.moe_output(x, normed, mixing, y, w, layer)
         # Without this XLA recomputes sums of earlier layers inside later fusions, and compiling takes time that
         # is exponential in the number of layers (ten layers at batch 4 for a GPU: over 280 s, against 18 s).
@@ -136,9 +133,11 @@ def forward(
         with jax.named_scope("forecast"):
             retention = history.observe(retention, jnp.stack(routing), config.cache.experts)
             cache = rescore(cache, history.scores(retention))._replace(key_score=offload.cache.key_score)
+    # At once for all layers: a few small kernels instead of a few per layer.
+    total = jnp.stack(counts).sum(axis=0) if config.cache.managed else all_hits(jnp.stack(routing), config.cache)
     with jax.named_scope("head"):
-        logits = block.logits_of(x[:, 0], weights, spec)
-    return logits, sequences._replace(states=tuple(states)), Offload(cache, retention), counts
+        logits = fused.logits_of(x[:, 0], weights, spec, config.kernels)
+    return logits, sequences._replace(states=tuple(states)), Offload(cache, retention), total
 
 
 def step(

@@ -33,6 +33,7 @@ from seqmoe_jax.experts.cache import (
 )
 from seqmoe_jax.experts.policy import Policy, check_policy, rule_of
 from seqmoe_jax.forecast import history
+from seqmoe_jax.models.fused import DecodeKernels, unfit
 from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.models.weights import ModelWeights
 from seqmoe_jax.planning import DEFAULT_CONTEXT, MAX_BATCH, Plan, Residency, kv_capacity, least_slots, make_plan
@@ -157,6 +158,7 @@ class TokenEngine:
             managed=not (everything and self.policy == "full"),
             implementation=resolve(implementation),
         )
+        self.kernels = DecodeKernels.of(self.config.implementation)
         self._programs: dict[Any, Any] = {}
         self._compile_s = 0.0
         self._lock = threading.Lock()
@@ -164,6 +166,8 @@ class TokenEngine:
         self._offload = self._new_offload()
         log.info("%s: policy %s, %d of %d experts have a slot, kernels %s; %s", model.name, self.policy,
                  self.plan.slots, spec.num_keys, self.config.implementation, self.plan.describe())  # fmt: skip
+        for reason in unfit(spec, self.kernels):
+            log.info("%s: plain XLA for %s", model.name, reason)
 
     def run(
         self,
@@ -272,6 +276,7 @@ class TokenEngine:
             forecast=self.policy == "seqmoe",
             greedy=sampling[0].greedy,
             vocab=self.vocab,
+            kernels=self.kernels,
         )
         prefill, decode = _Counts(), _Counts()
         stats = self.last_stats = Stats(
