@@ -17,11 +17,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int
 
-from pallas_kernels.slot_update.tables import Rule, SlotState, SlotTables, SlotUpdate
+from pallas_kernels.slot_update.tables import (
+    PROGRESS_UNIT,
+    UNDER_WAY,
+    Rule,
+    SlotState,
+    SlotTables,
+    SlotUpdate,
+)
 
 # Order of eviction: EMPTY first, then USED by score, and what must not be given away.
 FIRST, NEVER = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
 OUTSIDE = 1 << 30  # index of lanes that are masked off
+LONGEST_WAIT = 10_000  # reads over the link, about a microsecond each: then a transfer under way is given up
 DUPLICATES_AT_ONCE = 16  # columns of the M x M comparison that are in registers at a time
 
 
@@ -30,8 +38,9 @@ def slot_update_gpu(
     ids: Int[Array, " M"],
     first_key: Int[Array, ""],
     clock: Int[Array, ""],
-    key_score: Int[Array, " keys"] | None,
+    key_score: Int[Array, "2 keys"] | None,
     landed: Int[Array, " S"] | None,
+    progress: Int[Array, " P"] | None = None,
     *,
     num_experts: int,
     rule: Rule,
@@ -39,15 +48,10 @@ def slot_update_gpu(
 ) -> SlotUpdate:
     """See `slot_update`."""
     num_slots, num_ids = tables.state.shape[0], ids.shape[0]
-    optional = [x for x in (key_score, landed) if x is not None]
-    kernel = partial(
-        _kernel,
-        num_experts=num_experts,
-        rule=rule,
-        scored=key_score is not None,
-        engine=landed is not None,
-        interpret=interpret,
-    )
+    # Scores flat: a key's second one lies `keys` further on.
+    scores = None if key_score is None else key_score.reshape(-1)
+    optional = {name: x for name, x in (("scores", scores), ("landed", landed), ("progress", progress)) if x is not None}
+    kernel = partial(_kernel, num_experts=num_experts, rule=rule, optional=tuple(optional), interpret=interpret)
     vector = jax.ShapeDtypeStruct(ids.shape, jnp.int32)
     outputs = pl.pallas_call(
         kernel,
@@ -63,21 +67,23 @@ def slot_update_gpu(
         ),
         interpret=interpret,
         name="slot_update",
-    )(*tables, ids, first_key.reshape(1), clock.reshape(1), *optional)
+    )(*tables, ids, first_key.reshape(1), clock.reshape(1), *optional.values())
     return SlotUpdate(SlotTables(*outputs[:5]), *outputs[5:])
 
 
-def _kernel(*refs: Any, num_experts: int, rule: Rule, scored: bool, engine: bool, interpret: bool) -> None:
-    slot_of_key, key_of_slot, state, tag, score, ids_ref, first_key_ref, clock_ref, *rest = refs[: 8 + scored + engine]
-    key_score_ref = rest[0] if scored else None
-    landed_ref = rest[-1] if engine else None
-    new_slot_of_key, new_key_of_slot, new_state, new_tag, new_score, *outputs = refs[8 + scored + engine :]
+def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...], interpret: bool) -> None:
+    inputs = 8 + len(optional)
+    slot_of_key, key_of_slot, state, tag, score, ids_ref, first_key_ref, clock_ref = refs[:8]
+    given = dict(zip(optional, refs[8:inputs], strict=True))
+    scores_ref, landed_ref, progress_ref = (given.get(name) for name in ("scores", "landed", "progress"))
+    engine = landed_ref is not None
+    new_slot_of_key, new_key_of_slot, new_state, new_tag, new_score, *outputs = refs[inputs:]
     slots_of_ids_ref, miss_expert_ref, miss_slot_ref, counts_ref = outputs
-    num_slots, num_ids = state.shape[0], ids_ref.shape[0]
+    num_slots, num_ids, num_keys = state.shape[0], ids_ref.shape[0], slot_of_key.shape[0]
     first_key, clock = first_key_ref[0], clock_ref[0]
 
-    def newcomer_score(key: Array) -> Array:
-        return key_score_ref[key] if key_score_ref is not None else clock if rule == "lru" else jnp.int32(1)
+    def used_score(key: Array) -> Array:
+        return scores_ref[num_keys + key] if scores_ref is not None else clock if rule == "lru" else jnp.int32(1)
 
     # Look up, on what the tables said before this launch.
     lanes = jnp.arange(pl.next_power_of_2(num_ids), dtype=jnp.int32)
@@ -91,26 +97,52 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, scored: bool, engine: bool
         _scatter(new_score, found, jnp.broadcast_to(clock, lanes.shape), hit)
     elif rule == "lfu":
         _scatter(new_score, found, _gather(score, found, hit) + 1, hit)
+    else:
+        _scatter(new_score, found, _gather(scores_ref, num_keys + first_key + ids, hit), hit)
 
     slots = jnp.arange(pl.next_power_of_2(num_slots), dtype=jnp.int32)
     inside = slots < num_slots
+
+    def wait_for_transfer(answer: Array, expected: Array, fetching: Array, slot_key: Array) -> Array:
+        # Tell the engine where the step is; if this layer needs what is under way, wait for it. There is at most one.
+        flying = fetching & (answer == expected + UNDER_WAY)
+        slot = jnp.min(jnp.where(flying, slots, OUTSIDE))
+        mine = slots == slot
+        key, awaited = jnp.sum(jnp.where(mine, slot_key, 0)), jnp.sum(jnp.where(mine, expected, 0))
+        needed = (slot < OUTSIDE) & (_count(absent & (first_key + ids == key)) > 0)
+        progress_ref[0] = clock * PROGRESS_UNIT
+
+        def unanswered(carry: tuple[Array, Array]) -> Array:
+            return needed & (carry[0] < LONGEST_WAIT) & (carry[1] != awaited) & (carry[1] != -awaited)
+
+        def read(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            return carry[0] + 1, plgpu.load(landed_ref.at[jnp.where(needed, slot, 0)], volatile=True)
+
+        _, last = jax.lax.while_loop(unanswered, read, (jnp.int32(0), awaited + UNDER_WAY))
+        misses = num_distinct - num_hits - needed.astype(jnp.int32)
+        progress_ref[0] = clock * PROGRESS_UNIT + jnp.minimum(misses, PROGRESS_UNIT - 1)
+        return jnp.where(mine, last, answer)
+
     if engine:
         # Land, and release this layer's slots at once: their new protection is in `fresh` and `order` below.
         old_state = _gather(state, slots, inside)
         fetching = inside & (old_state == SlotState.FETCH)
         expected = _gather(tag, slots, fetching)
         # The tags may lie in host memory: read only those that are waited for.
-        arrived = fetching & (expected > 0) & (_gather(landed_ref, slots, fetching) == expected)
+        answer = _gather(landed_ref, slots, fetching)
         waiting = inside & (old_state == SlotState.COMPUTE)
-        slot_key = _gather(key_of_slot, slots, arrived | waiting)
-        fresh = arrived & (_gather(slot_of_key, slot_key, arrived) < 0)
+        slot_key = _gather(key_of_slot, slots, fetching | waiting)
+        if progress_ref is not None:
+            answer = wait_for_transfer(answer, expected, fetching, slot_key)
+        arrived = fetching & (expected > 0) & ((answer == expected) | (answer == -expected))
+        fresh = arrived & (answer > 0) & (_gather(slot_of_key, slot_key, arrived) < 0)
         late = arrived & ~fresh
         own = (slot_key >= first_key) & (slot_key < first_key + num_experts)
         landed_state = jnp.where(late, SlotState.EMPTY, jnp.where(own, SlotState.USED, SlotState.COMPUTE))
-        if key_score_ref is not None:
-            landed_score = _gather(key_score_ref, slot_key, fresh)
+        if scores_ref is not None:
+            landed_score = _gather(scores_ref, slot_key, fresh)
         else:
-            landed_score = jnp.broadcast_to(newcomer_score(first_key), slots.shape)
+            landed_score = jnp.broadcast_to(used_score(first_key), slots.shape)
         _scatter(new_slot_of_key, slot_key, slots, fresh)
         _scatter(new_key_of_slot, slots, jnp.full_like(slots, -1), late)
         _scatter(new_state, slots, landed_state.astype(jnp.int32), arrived | (waiting & own))
@@ -154,13 +186,19 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, scored: bool, engine: bool
                 new_slot_of_key[key] = slot
                 new_key_of_slot[slot] = key
                 new_state[slot] = jnp.int32(SlotState.USED)
-                new_score[slot] = newcomer_score(key)
+                new_score[slot] = used_score(key)
 
             if engine and rule == "lfu":
 
                 @pl.when(~is_miss)
                 def _() -> None:
                     new_score[landing] = jnp.int32(2)  # landed, then hit
+
+            if engine and scores_ref is not None:
+
+                @pl.when(~is_miss)
+                def _() -> None:
+                    new_score[landing] = used_score(key)
 
             settled = is_miss & ~protected  # a miss, served or not
             given = jnp.where(is_miss, jnp.where(exists, slot, -1), landing)

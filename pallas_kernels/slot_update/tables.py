@@ -9,6 +9,9 @@ from jaxtyping import Array, Int
 
 Rule = Literal["lru", "lfu", "scored"]
 
+UNDER_WAY = 1 << 30  # added to a slot's tag in `landed` while its transfer runs
+PROGRESS_UNIT = 64  # `progress` holds clock * PROGRESS_UNIT + misses of the layer that runs
+
 
 class SlotState(enum.IntEnum):
     """State of a slot. FETCH and COMPUTE are protected from eviction."""
