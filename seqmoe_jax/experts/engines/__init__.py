@@ -1,0 +1,1 @@
+"""Transfer engines: what moves experts ahead of their use. One interface (`base`), several implementations."""
