@@ -2,7 +2,7 @@
 
     python -m scripts.export_forecasts PREDICTOR TRACE.npz --split test --out F.npz
 
-PREDICTOR is a directory, or "auto" with --model.
+PREDICTOR is a directory, or "auto" for the one that ships.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ def main() -> int:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--split")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", help="for predictor 'auto'")
+    parser.add_argument("--model", help="for predictor 'auto' (default: what the trace says)")
     parser.add_argument("--stem", default="predictor", help="name of the files before the part number")
     parser.add_argument("--trigger", type=int, help="layer of the mid-step forecast (default: L/2)")
     parser.add_argument("--rollout", type=int, default=7, help="steps beyond the coming one (0: none)")
     parser.add_argument("--retention", type=int, default=0, help="which retention score, where there are several")
     args = parser.parse_args()
     try:
-        directory = store.find(args.model) if args.predictor == "auto" else Path(args.predictor)
-        config, weights = store.load(directory, stem=args.stem)
         trace = read_trace(args.trace)
+        directory = Path(args.predictor)
+        if args.predictor == "auto":
+            directory = store.require_predictor("auto", args.model or trace.model, **trace.sizes)
+        config, weights = store.load(directory, stem=args.stem)
         trace = trace.select(args.split) if args.split else trace
         forecasts = forecasts_of(
             config, weights, trace, trigger=args.trigger, rollout=args.rollout, retention=args.retention

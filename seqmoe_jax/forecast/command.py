@@ -36,10 +36,8 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("trace", metavar="T.npz", help="expert activations, as `seqmoe trace` records them")
-    add(
-        "--predictor", metavar="auto|DIR", help="'auto': the one that ships for --model; without it the baselines alone"
-    )
-    add("--model", metavar="ID", help="the model that the trace is of")
+    add("--predictor", default="none", metavar="auto|DIR|none", help="'auto': the one that ships; default: none")
+    add("--model", metavar="ID", help="the model that the trace is of (default: what the trace says)")
     add("--split", default="test", help="sequences to evaluate on (default: test)")
     add("--trigger", type=int, metavar="M", help="layer of the mid-step refinement (default: L/2)")
     add("--json", action="store_true", help="machine-readable output")
@@ -64,19 +62,14 @@ def evaluate(args: argparse.Namespace) -> int:
     from seqmoe_jax.traces.format import read_trace
 
     trace = read_trace(args.trace)
+    model = args.model or trace.model
     predictor = None
-    if args.predictor is not None:
-        predictor = store.load_named(args.predictor, args.model)
-        shape = {"layers": trace.layers, "experts": trace.num_experts, "active": trace.active}
-        predictor[0].check(**shape, model=args.model)
+    if args.predictor != "none":
+        predictor = store.load(store.require_predictor(args.predictor, model, **trace.sizes))
     fitted, held = parts_of(trace, args.split)
     log = _logger(args)
     bare = PredictorConfig(
-        model=args.model or "",
-        layers=trace.layers,
-        experts=trace.num_experts,
-        active=trace.active,
-        inputs="activations",
+        model=model or "", layers=trace.layers, experts=trace.num_experts, active=trace.active, inputs="activations"
     )
     steps = prepare(held, bare, None)
     rows = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from seqmoe_jax.errors import PredictorError
@@ -13,6 +14,16 @@ from seqmoe_jax.forecast.mamba2 import Mamba2Config
 
 INPUTS = ("activations", "activations+token")
 KINDS = ("sum", "next")
+
+
+def short_name(model: str | Path) -> str:
+    """What a model goes by: the last part of its id or path, in small letters; of a Hub cache, the repository's name.
+
+    `openai/gpt-oss-20b`, `/models/GPT-OSS-20B/` and `.../models--openai--gpt-oss-20b/snapshots/...` are one model.
+    """
+    parts = Path(model).parts
+    cached = [part.rsplit("--", 1)[-1] for part in parts if part.startswith("models--")]
+    return (cached or list(parts) or [""])[-1].lower()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,11 +93,11 @@ class PredictorConfig:
     def block(self) -> Mamba2Config:
         return Mamba2Config(width=self.width, expand=self.expand, head=self.head, columns=self.columns)
 
-    def check(self, *, layers: int, experts: int, active: int, model: str | None = None) -> None:
-        """Raises `PredictorError` where this predictor is for another model or shape."""
-        if model is not None and model != self.model:
+    def check(self, *, layers: int, experts: int, active: int, model: str | Path | None = None) -> None:
+        """Raises `PredictorError` where this predictor is for another model (by `short_name`) or shape."""
+        if model is not None and short_name(model) != short_name(self.model):
             raise PredictorError(
-                f"the predictor is for model {self.model!r}, got {model!r}; train one or pass --predictor"
+                f"the predictor is for model {self.model!r}, got {str(model)!r}; train one or pass --predictor"
             )
         if (layers, experts, active) != (self.layers, self.experts, self.active):
             raise PredictorError(

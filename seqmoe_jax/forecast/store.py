@@ -13,7 +13,7 @@ import numpy as np
 
 from seqmoe_jax.checkpoints.header import header_length, parse_header
 from seqmoe_jax.errors import CheckpointError, PredictorError
-from seqmoe_jax.forecast.config import PredictorConfig
+from seqmoe_jax.forecast.config import PredictorConfig, short_name
 
 PART_BYTES = 14_000_000
 SHIPPED = Path(__file__).resolve().parent.parent / "predictors"
@@ -77,9 +77,7 @@ def load(
     directory: Path, *, stem: str = "predictor", dtype: Any = np.float32
 ) -> tuple[PredictorConfig, dict[str, Any]]:
     """The configuration and the plain pytree, matrices in `dtype`. Raises `PredictorError` in one line."""
-    paths = sorted(Path(directory).glob(f"{stem}-*.safetensors"))
-    if not paths:
-        raise PredictorError(f"{directory}: no predictor here, expected {stem}-1.safetensors, ...")
+    paths = _parts(directory, stem)
     flat: dict[str, np.ndarray] = {}
     text, parts = None, 0
     for path in paths:
@@ -87,13 +85,42 @@ def load(
         text = header.get("seqmoe_predictor", text)
         parts = int(header.get("parts", 0))
         flat |= tensors
-    if text is None or parts != len(paths):
+    if parts != len(paths):
         raise PredictorError(f"{directory}: expected {parts} parts of a predictor, found {len(paths)}")
-    config = PredictorConfig.from_dict(json.loads(text))
+    config = _parse(directory, text)
     for name, value in flat.items():
         if value.dtype == ml_dtypes.bfloat16:
             flat[name] = value.astype(dtype)
     return config, unflatten(flat, config.blocks)
+
+
+def read_config(directory: str | Path, *, stem: str = "predictor") -> PredictorConfig:
+    """The configuration alone, from the header of the first part. Raises `PredictorError`."""
+    path = _parts(directory, stem)[0]
+    with path.open("rb") as file:
+        start = file.read(8)
+        try:
+            length = header_length(path, start, path.stat().st_size)
+            metadata = json.loads(file.read(length)).get("__metadata__", {})
+        except (CheckpointError, ValueError) as error:
+            raise PredictorError(f"{path}: not a predictor file ({error})") from error
+    return _parse(directory, metadata.get("seqmoe_predictor"))
+
+
+def _parts(directory: str | Path, stem: str) -> list[Path]:
+    paths = sorted(Path(directory).glob(f"{stem}-*.safetensors"))
+    if not paths:
+        raise PredictorError(f"{directory}: no predictor here, expected {stem}-1.safetensors, ...")
+    return paths
+
+
+def _parse(directory: str | Path, text: str | None) -> PredictorConfig:
+    if text is None:
+        raise PredictorError(f"{directory}: expected a predictor, got safetensors files of something else")
+    try:
+        return PredictorConfig.from_dict(json.loads(text))
+    except ValueError as error:
+        raise PredictorError(f"{directory}: not a predictor's configuration: {error}") from error
 
 
 def _file(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
@@ -123,24 +150,46 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
         raise PredictorError(f"{path}: not a predictor file ({error})") from error
 
 
-def find(model: str) -> Path:
-    """The shipped predictor of a model, by the last part of its id."""
-    directory = SHIPPED / model.rstrip("/").rsplit("/", 1)[-1].lower()
+def find_predictor(model: str | Path, *, layers: int, experts: int, active: int) -> Path | None:
+    """The predictor that ships for a model, or None.
+
+    It is the one whose directory in `seqmoe_jax/predictors` is named as the last part of the model's id or path is
+    (`openai/gpt-oss-20b` and `/models/gpt-oss-20b` alike, in any case of letters), or as what a download of the Hub
+    is named in the cache, if its L `layers`, E `experts` and K `active` are those of the model too.
+    """
+    directory = SHIPPED / short_name(model)
     if not directory.is_dir():
-        there = sorted(path.name for path in SHIPPED.glob("*") if path.is_dir()) if SHIPPED.is_dir() else []
-        raise PredictorError(
-            f"no predictor ships for model {model!r} (there are: {', '.join(there) or 'none'}); "
-            "train one with `seqmoe train-predictor`"
-        )
-    return directory
+        return None
+    config = read_config(directory)
+    return directory if (config.layers, config.experts, config.active) == (layers, experts, active) else None
 
 
-def load_named(
-    name: str | Path, model: str | None = None, dtype: Any = np.float32
-) -> tuple[PredictorConfig, dict[str, Any]]:
-    """A predictor by directory, or "auto" for the one that ships for `model`."""
-    if name == "auto":
+def choose_predictor(
+    choice: str | Path, model: str | Path | None, *, layers: int, experts: int, active: int
+) -> Path | None:
+    """The directory that a user's choice means: "none", "auto" (what `find_predictor` says), or a path.
+
+    Raises `PredictorError` where a path holds no predictor, or one for a model of another name, L, E or K; and for
+    "auto" without a model to look up.
+    """
+    if choice == "none":
+        return None
+    if choice == "auto":
         if model is None:
             raise PredictorError("predictor 'auto' needs a model to look up; name one with --model")
-        return load(find(model), dtype=dtype)
-    return load(Path(name), dtype=dtype)
+        return find_predictor(model, layers=layers, experts=experts, active=active)
+    read_config(choice).check(layers=layers, experts=experts, active=active, model=model)
+    return Path(choice)
+
+
+def require_predictor(choice: str | Path, model: str | Path | None, *, layers: int, experts: int, active: int) -> Path:
+    """`choose_predictor` for those who cannot do without one: raises `PredictorError` where it finds none."""
+    found = choose_predictor(choice, model, layers=layers, experts=experts, active=active)
+    if found is None:
+        there = ", ".join(sorted(path.name for path in SHIPPED.glob("*") if path.is_dir())) or "none"
+        shape = f"L={layers}, E={experts}, K={active}"
+        raise PredictorError(
+            f"no predictor ships for model {str(model)!r} with {shape} (there are: {there}); "
+            "train one with `seqmoe train-predictor`"
+        )
+    return found

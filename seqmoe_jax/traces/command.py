@@ -12,9 +12,11 @@ from seqmoe_jax.errors import ConfigError
 
 if TYPE_CHECKING:  # at run time only where used: these compile code that no other command needs
     from seqmoe_jax.traces.forecasts import Forecasts
+    from seqmoe_jax.traces.format import Trace
     from seqmoe_jax.traces.simulator import Result, Simulation
 
 _POLICIES = ("lru", "lfu", "prefill-hot", "belady", "belady-8", "forecast", "forecast-direct")
+ROLLOUT = 7  # steps beyond the coming one that policy `forecast` scores by: 8 in all (paper, 9.1)
 _PREFETCHERS = ("none", "moe-infinity", "promoe", "seqmoe")
 
 
@@ -30,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     link.add_argument("--bandwidth", type=float, metavar="GB/S", help="speed of the link,")
     link.add_argument("--layer-time", type=float, metavar="US", help="and compute time of a layer in microseconds")
     add("--split", help="sequences of this split alone, such as test")
-    add("--forecasts", metavar="F.npz", help="forecasts for exactly these sequences")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--predictor", metavar="auto|DIR", help="whose forecasts to use; 'auto': the one that ships")
+    source.add_argument("--forecasts", metavar="F.npz", help="instead: forecasts made for exactly these sequences")
+    add("--model", metavar="ID", help="the model that the trace is of (default: what the trace says)")
     add("--skip", type=int, default=500, metavar="N", help="first steps that are not counted (default: 500)")
     add("--threshold", type=_threshold, metavar="P", help="least confidence of a prefetch, or 'auto' (default: 0)")
     add("--beyond", action="store_true", help="all of the options below that gain, set for this link")
@@ -104,9 +109,13 @@ def run(args: argparse.Namespace) -> int:
     trace = read_trace(args.trace)
     if args.split is not None:
         trace = trace.select(args.split)
-    forecasts = read_forecasts(args.forecasts, trace) if args.forecasts is not None else None
-    config = configuration(args, forecasts)
     quiet = args.json or not sys.stderr.isatty()
+    forecasts = read_forecasts(args.forecasts, trace) if args.forecasts is not None else None
+    if args.predictor is not None:
+        if not quiet:
+            print(f"forecasting {trace.steps} steps", file=sys.stderr)
+        forecasts = _forecast(args, trace)
+    config = configuration(args, forecasts)
     if not quiet:
         print(f"simulating {trace.steps} steps of {trace.layers} layers", file=sys.stderr)
     with tqdm(total=trace.steps, unit="step", disable=quiet, delay=1, leave=False) as bar:
@@ -116,6 +125,17 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(describe(config, result))
     return 0
+
+
+def _forecast(args: argparse.Namespace, trace: Trace) -> Forecasts:
+    """What a predictor says of this trace, as far as the simulation reads it."""
+    from seqmoe_jax.forecast import store
+    from seqmoe_jax.forecast.export import forecasts_of
+
+    directory = store.require_predictor(args.predictor, args.model or trace.model, **trace.sizes)
+    # A rollout holds as many forecasts as it has steps: made only where something reads it.
+    rollout = ROLLOUT if args.policy == "forecast" else args.horizon or int(args.beyond)
+    return forecasts_of(*store.load(directory), trace, rollout=rollout, name=str(args.predictor))
 
 
 def _show(bar: Any, done: int) -> None:

@@ -73,6 +73,16 @@ class Trace:
         """N."""
         return self.lens.shape[0]
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """L, E and K as `layers`, `experts`, `active`."""
+        return {"layers": self.layers, "experts": self.num_experts, "active": self.active}
+
+    @property
+    def model(self) -> str | None:
+        """Which model it is of, where its metadata says."""
+        return str(self.metadata["model"]) if "model" in self.metadata else None
+
     def first_steps(self) -> Bool[np.ndarray, " T"]:
         """True at the first step of every sequence."""
         first = np.zeros(self.steps, bool)

@@ -148,7 +148,7 @@ def test_errors_are_one_line(tmp_path):
             parse(command.add_evaluate_arguments, tmp_path / "T.npz", "--predictor", "auto", "--model", "a/b")
         )
     with pytest.raises(PredictorError, match="needs a model"):
-        store.load_named("auto")
+        command.evaluate(parse(command.add_evaluate_arguments, tmp_path / "T.npz", "--predictor", "auto"))
     with pytest.raises(TraceError, match="no split 'dev'"):
         command.evaluate(parse(command.add_evaluate_arguments, tmp_path / "T.npz", "--split", "dev"))
     with pytest.raises(PredictorError, match="is for model 'some/model', got 'x'"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from seqmoe_jax.errors import ConfigError, TraceError
+from seqmoe_jax.errors import ConfigError, PredictorError, TraceError
 from seqmoe_jax.traces.command import add_arguments, run
 from seqmoe_jax.traces.forecasters import FirstOrder
 from seqmoe_jax.traces.forecasts import write_forecasts
@@ -68,6 +68,8 @@ def test_transfer_cost_from_the_hardware(capsys):
     [
         (["--split", "dev"], TraceError, "no split 'dev'"),
         (["--forecasts", "none.npz"], TraceError, "no file of forecasts"),
+        (["--predictor", "none-there"], PredictorError, "no predictor here"),
+        (["--predictor", "auto"], PredictorError, "needs a model to look up"),
         (["--prefetcher", "seqmoe"], ConfigError, "needs forecasts"),
         (["--transfer-cost", "-1"], ConfigError, "transfer cost must be above 0"),
         (["--bandwidth", "50"], ConfigError, "go together"),
