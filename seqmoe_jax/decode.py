@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from pallas_kernels.miss_load import miss_load
 from pallas_kernels.post import post
 from seqmoe_jax.experts.cache import CacheConfig, SlotCache, Transfers, moe_decode, rescore
+from seqmoe_jax.experts.engines.device_put import deliver
 from seqmoe_jax.experts.link import Link
 from seqmoe_jax.experts.slots import SlotState
 from seqmoe_jax.forecast import forecaster, history
@@ -84,6 +86,7 @@ class StepConfig:
     trigger: int | None = None  # MoE layer before which the running step is forecast anew
     plan: PlanConfig | None = None  # None: nothing is prefetched
     ahead: int = 1  # plans are for the step so many steps on
+    channel: int | None = None  # of the engine that a host callback hands the plans to
 
     @property
     def plans(self) -> int:
@@ -288,6 +291,8 @@ def step(
         cache = planner.plan(cache, probability, cache.clock + (config.ahead - 1) * config.cache.layers, 0)
         if planner.tasks:
             output = output._replace(tasks=jnp.stack(planner.tasks), clock=cache.clock)
+            if config.channel is not None:
+                io_callback(partial(deliver, config.channel), None, output.tasks, output.clock)
     cache = cache._replace(key_score=key_score)
     return sequences, offload._replace(cache=cache, tags=planner.tags), output
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -45,6 +45,7 @@ class Moved:
     bytes: int = 0
 
 
+@runtime_checkable
 class TransferEngine(Protocol):
     """One engine serves one slot cache. Its methods are called from the thread that dispatches steps."""
 

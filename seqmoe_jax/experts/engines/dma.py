@@ -20,7 +20,8 @@ from jaxtyping import Array, Shaped
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.engines.base import EngineConfig, Moved, pinned
 from seqmoe_jax.experts.link import Link
-from seqmoe_jax.prefetch.worker import SCHEDULERS, Calls, Control, Count, make_worker
+from seqmoe_jax.prefetch.compiled import address_of
+from seqmoe_jax.prefetch.worker import SCHEDULERS, Calls, Control, Count, work
 
 log = logging.getLogger("seqmoe_jax")
 
@@ -60,9 +61,11 @@ class Dma:
         self._rho = jax.device_put(np.float32(self._rho_value), device)
         self._pool_addresses = np.array([pool.unsafe_buffer_pointer() for pool in pools], np.int64)
         self._address, self._dispatched, self._fault = 0, 0, None
-        self._work = make_worker(calls if calls is not None else self._driver.calls)
+        self._functions = (calls if self._driver is None else self._driver.calls).addresses()
         self._thread: threading.Thread | None = None
-        self._control[Control.PAUSE] = 1
+        # Called once to no effect, so that it is compiled before anybody waits for it.
+        self._control[Control.STOP] = self._control[Control.PAUSE] = 1
+        work(*self._arguments(0))
 
     def link(self) -> Link:
         self._dispatched += 1
@@ -151,29 +154,30 @@ class Dma:
             self._landed_view[:] = 0  # nobody is to wait for what was under way
             self._control[Control.PAUSE] = 1
 
+    def _arguments(self, address: int) -> tuple[Any, ...]:
+        plan, driver = self.config.plan, self._driver
+        sizes = np.array([plan.tasks, plan.experts, self.config.expert_bytes, PART_BYTES, plan.layers], np.int64)
+        stream, events = (0, np.zeros(2, np.int64)) if driver is None else (driver.stream, driver.events)
+        return (
+            self._board_view, self._progress_view, self._landed_view, self._control, self._counts, self._rates,
+            self._budget, self._pool_addresses, np.int64(address), sizes, np.int64(stream), events,
+            np.int64(SCHEDULERS[self.config.scheduler]), self._functions,
+        )  # fmt: skip
+
     def _launch(self, address: int) -> None:
         if self._alive():
             self._control[Control.STOP] = 1
             self._thread.join()
         self._address = address
         self._control[Control.STOP] = 0
-        plan = self.config.plan
-        sizes = np.array(
-            [plan.tasks, plan.experts, self.config.expert_bytes, PART_BYTES, plan.layers], np.int64
-        )
-        stream, events = (0, np.zeros(2, np.int64)) if self._driver is None else (self._driver.stream, self._driver.events)
-        arguments = (
-            self._board_view, self._progress_view, self._landed_view, self._control, self._counts, self._rates,
-            self._budget, self._pool_addresses, np.int64(address), sizes, np.int64(stream), events,
-            np.int64(SCHEDULERS[self.config.scheduler]),
-        )  # fmt: skip
+        arguments = self._arguments(address)
 
-        def work() -> None:
+        def run() -> None:
             if self._driver is not None:
                 self._driver.enter()
-            self._work(*arguments)
+            work(*arguments)
 
-        self._thread = threading.Thread(target=work, name="seqmoe-dma", daemon=True)
+        self._thread = threading.Thread(target=run, name="seqmoe-dma", daemon=True)
         self._thread.start()
 
 
@@ -185,7 +189,7 @@ class _Driver:
             cuda = self._cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise ConfigError(f"the dma engine needs the CUDA driver: {error}; use device_put") from error
-        handle, size = ctypes.c_void_p, ctypes.c_size_t
+        handle = ctypes.c_void_p
         self._context = handle()
         ordinal = getattr(device, "local_hardware_id", None) or 0
         self._ordinal = ordinal
@@ -200,12 +204,9 @@ class _Driver:
             self._call("cuEventCreate", ctypes.byref(event), 2)  # 2: without timing
             events.append(int(event.value or 0))
         self.events = np.array(events, np.int64)
-        functions = []
-        for name, count in (("cuMemcpyHtoDAsync_v2", 4), ("cuEventRecord", 2), ("cuEventQuery", 1)):
-            function = getattr(cuda, name)
-            function.argtypes, function.restype = [size] * count, ctypes.c_int
-            functions.append(function)
-        self.calls = Calls(copy=functions[0], record=functions[1], query=functions[2])
+        names = ("cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuEventQuery")
+        copy, record, query = (address_of(getattr(cuda, name)) for name in names)
+        self.calls = Calls(copy=copy, record=record, query=query)
 
     def enter(self) -> None:
         """Makes JAX's context that of the calling thread."""
