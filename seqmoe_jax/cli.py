@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from seqmoe_jax.bench import command as benchmark
 from seqmoe_jax.errors import ConfigError, SeqMoEError
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="generate text"))
     _add_trace_commands(commands)
+    bench = commands.add_parser("bench", help="measured speed and where the time goes, with routing from a trace")
+    benchmark.add_arguments(bench)
+    bench.set_defaults(run=benchmark.run)
     doctor = commands.add_parser("doctor", help="what this machine has: backend, memories, link bandwidth, kernels")
     doctor.add_argument("--json", action="store_true", help="machine-readable output")
     doctor.set_defaults(run=_doctor)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 from pallas_kernels.miss_load import miss_load
 from pallas_kernels.post import post
 from seqmoe_jax.experts.cache import CacheConfig, SlotCache, Transfers, moe_decode, rescore
-from seqmoe_jax.experts.engines.device_put import deliver
+from seqmoe_jax.experts.engines.channels import deliver
 from seqmoe_jax.experts.link import Link
 from seqmoe_jax.experts.slots import SlotState
 from seqmoe_jax.forecast import forecaster, history

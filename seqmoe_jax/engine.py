@@ -98,7 +98,7 @@ class Stats:
     `hit_rate`: distinct experts found resident / distinct experts routed, over layers and decode steps.
     `experts_awaited`: of those not resident, the ones whose prefetch was under way and was waited for.
     `experts_loaded`: loaded on demand. `experts_prefetched`: landed ahead of their use, used or not.
-    `bytes_moved`: all of these, and the parts of transfers that were given up.
+    `bytes_moved`: all of these, and the parts of transfers that were given up. `..._decoding`: without the prompt's.
     `forecast`: what policy seqmoe scores experts by: a predictor's name, "history" (discounted frequency of use), or
     "none" for other policies. `transfers`: the engine that prefetches, or "none".
     """
@@ -114,7 +114,9 @@ class Stats:
     experts_loaded: int = 0
     experts_awaited: int = 0
     experts_prefetched: int = 0
+    experts_loaded_decoding: int = 0
     bytes_moved: int = 0
+    bytes_moved_decoding: int = 0
     residency: float = 0.0
     slots: int = 0
     policy: str = ""
@@ -347,8 +349,10 @@ class TokenEngine:
             stats.experts_prefetched = moved.landed - before_moved.landed
             stats.hit_rate, stats.prefill_hit_rate = decode.hit_rate, prefill.hit_rate
             stats.experts_routed, stats.experts_loaded = int(total[ROUTED]), int(total[MISSES])
-            stats.bytes_moved = stats.experts_loaded * self.config.layout.block_bytes
-            stats.bytes_moved += moved.bytes - before_moved.bytes
+            stats.experts_loaded_decoding = int(decode.total[MISSES])
+            block, ahead = self.config.layout.block_bytes, moved.bytes - before_moved.bytes
+            stats.bytes_moved = stats.experts_loaded * block + ahead
+            stats.bytes_moved_decoding = stats.experts_loaded_decoding * block + ahead
             stats.compile_s = self._compile_s
 
         sequences, first = self._prefill(prompts, batch, max_new_tokens, params, ends, config)
@@ -415,7 +419,7 @@ class TokenEngine:
             trigger=config.layers // 2 if predictor is not None and self._refine and config.layers > 1 else None,
             plan=self._plan_config,
             ahead=1 if engine is None else engine.ahead,
-            channel=getattr(engine, "channel", None) if self.transfers_name == "callback" else None,
+            channel=getattr(engine, "channel", None),
         )
 
     def _begin(self, batch: int) -> None:

@@ -17,7 +17,7 @@ from seqmoe_jax.checkpoints.names import check_names, names_of
 from seqmoe_jax.checkpoints.read import iter_dense
 from seqmoe_jax.checkpoints.resolve import read_config, resolve_model
 from seqmoe_jax.checkpoints.safetensors import open_checkpoint
-from seqmoe_jax.engine import Model
+from seqmoe_jax.engine import Model, Predictor
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.host_pool import load_host_pool, random_host_pool
 from seqmoe_jax.models.spec import ModelSpec, MoESpec, spec_from_config
@@ -79,6 +79,16 @@ def load_model(
             progress=progress,
         )
     return Model(spec=spec, weights=weights, pools=pools, name=str(model)), directory
+
+
+def load_predictor(directory: Path, beside: Array, *, stem: str = "predictor") -> Predictor:
+    """A predictor into the device memory that the array `beside` lies in, matrices in that array's dtype."""
+    from seqmoe_jax.forecast import store
+
+    config, weights = store.load(directory, stem=stem, dtype=beside.dtype)
+    return Predictor(
+        config=config, weights=jax.device_put(weights, next(iter(beside.devices()))), name=directory.name
+    )
 
 
 def random_model(

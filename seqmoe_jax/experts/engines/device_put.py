@@ -2,12 +2,11 @@
 
 The portable engine. A plan reaches it when the step that made it has ended, and what it moves lands at the start of a
 step, so it works on plans for the step after next. Plans come from the steps' outputs, read late, or through a host
-callback from inside the step.
+callback from inside the step (`channels`).
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -20,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from seqmoe_jax.experts.engines.base import EngineConfig, Moved, host_view
+from seqmoe_jax.experts.engines.channels import close_channel, open_channel
 from seqmoe_jax.experts.link import Arrivals, Link
 from seqmoe_jax.prefetch.plan import CONFIDENCE, CONFIDENCE_UNIT, DEADLINE, KEY, SLOT, TAG
 from seqmoe_jax.prefetch.schedule import Budget, select_task
@@ -30,19 +30,9 @@ log = logging.getLogger("seqmoe_jax")
 STAGED = 4  # experts that one step takes in; the answers of one step are as many again
 REMEMBERED = 4096  # tags of answered tasks
 
-_channels: dict[int, DevicePut] = {}
-_numbers = itertools.count()
-
-
-def deliver(channel: Any, tasks: Any, clock: Any) -> None:
-    """The host callback: hands a step's plans to the engine of a channel. Only enqueues; never calls JAX."""
-    engine = _channels.get(int(channel))
-    if engine is not None:
-        engine.enqueue(np.asarray(tasks), int(clock))
-
 
 class DevicePut:
-    """`callback`: plans arrive through `deliver`, otherwise `tell` brings them."""
+    """`callback`: plans arrive through a channel, otherwise `tell` brings them."""
 
     ahead = 2
     run_ahead = 2
@@ -64,9 +54,7 @@ class DevicePut:
         self._moved, self._fault = Moved(), None
         # Faults for tests, as the `dma` worker has them: give up every n-th, sleep before each.
         self.drop_every, self.delay_s = 0, 0.0
-        self.channel = next(_numbers)
-        if callback:
-            _channels[self.channel] = self
+        self.channel = open_channel(self.enqueue) if callback else None
         self._thread = threading.Thread(target=self._work, name=f"seqmoe-{self.name}", daemon=True)
         self._thread.start()
 
@@ -124,7 +112,8 @@ class DevicePut:
         return fault
 
     def close(self) -> None:
-        _channels.pop(self.channel, None)
+        if self.channel is not None:
+            close_channel(self.channel)
         with self._condition:
             self._closed = True
             self._condition.notify_all()
