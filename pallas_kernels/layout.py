@@ -24,6 +24,17 @@ ALIGNMENT = 128  # bytes; keeps 16-byte loads and whole cache lines for any fiel
 
 
 @dataclass(frozen=True, kw_only=True)
+class Activation:
+    """What stands between an expert's projections: `silu(gate) * up`, with the clamps `gate <= limit` and
+    `-limit <= up <= limit` where there is a limit."""
+
+    limit: float | None = None
+
+
+SWIGLU = Activation()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Field:
     """One tensor inside an expert block. `offset` is in bytes from the block's start."""
 
@@ -44,6 +55,7 @@ class ExpertLayout:
 
     fields: tuple[Field, ...]
     block_bytes: int
+    activation: Activation = SWIGLU
 
     @property
     def storage(self) -> np.dtype:
@@ -86,7 +98,7 @@ class ExpertLayout:
         return jax.lax.bitcast_convert_type(parts, jnp.dtype(field.dtype))
 
 
-def swiglu_layout(*, hidden: int, width: int, dtype: np.dtype | type) -> ExpertLayout:
+def swiglu_layout(*, hidden: int, width: int, dtype: np.dtype | type, activation: Activation = SWIGLU) -> ExpertLayout:
     """Block of a SwiGLU expert: `gate [F, H]`, `up [F, H]`, `down [H, F]`, orientations as in the checkpoint.
 
     For FP8 (e4m3) each matrix has a float32 scale per 128 x 128 block, `gate_scale [ceil(F/128), ceil(H/128)]` and
@@ -108,4 +120,4 @@ def swiglu_layout(*, hidden: int, width: int, dtype: np.dtype | type) -> ExpertL
         fields.append(Field(name=name, offset=offset, shape=shape, dtype=field_dtype))
         offset += fields[-1].nbytes
     unit = math.lcm(hidden * dtype.itemsize, width * dtype.itemsize, ALIGNMENT)
-    return ExpertLayout(fields=tuple(fields), block_bytes=math.ceil(offset / unit) * unit)
+    return ExpertLayout(fields=tuple(fields), block_bytes=math.ceil(offset / unit) * unit, activation=activation)

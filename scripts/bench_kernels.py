@@ -1,10 +1,16 @@
-"""Sweeps block shapes of the decode MoE kernels on this machine's GPU; prints microseconds and TB/s.
+"""Times the decode MoE kernels on this machine's GPU: microseconds per MoE layer and TB/s of expert weights.
 
-python scripts/bench_kernels.py [--out FILE.json] [--shapes NAME ...] [--batches N ...] [--prefill]
+The default block shapes, at every shape and batch; a sweep over block shapes; what each part costs:
 
-Every configuration is first checked against the reference with fresh random inputs. Timed are many calls
-chained in one jitted computation over different slots of an array far larger than the L2 cache, so that
-weights come from memory.
+    python scripts/bench_kernels.py --out kernels.json [--shapes NAME ...] [--batches N ...] [--prefill]
+    python scripts/bench_kernels.py --sweep --breakdown --minutes 1.7 --out sweep.json
+
+Every configuration is first checked against the reference with fresh random inputs. Timed are many calls chained
+in one jitted computation over different slots of an array far larger than the L2 cache, so that weights come from
+memory. Computations follow each other without a wait and keep their addresses, as decode steps do. Between two
+calls stands a conversion of the result to the dtype of the input, which `glue` (with --breakdown) times alone.
+Programs are compiled in threads, timed one by one; after `--minutes` what has been measured is written and the
+rest is left out.
 """
 
 from __future__ import annotations
@@ -13,10 +19,14 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
+import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +35,12 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.fused_moe import Config, fused_moe
-from pallas_kernels.fused_moe.config import Fp8Mode, default_config
+from pallas_kernels.fused_moe import Config, fused_moe, gpu
+from pallas_kernels.fused_moe.config import default_config
+from pallas_kernels.fused_moe.swiglu import hidden_dtype
 from pallas_kernels.grouped_moe import Config as GroupedConfig
 from pallas_kernels.grouped_moe import assign_blocks, grouped_moe
 from pallas_kernels.grouped_moe.config import default_config as default_grouped_config
@@ -41,7 +54,9 @@ SHAPES: dict[str, tuple[int, int, int, np.dtype]] = {
     "demo": (4, 256, 64, BF16),
     "gpt-oss": (4, 2880, 2880, BF16),
 }
+SWEEP = (("peer", 1), ("qwen3-30b-fp8", 1), ("gpt-oss", 1), ("peer", 4))
 CALLS = 24  # chained in one computation, as the layers of a model are
+IN_FLIGHT = 8  # computations dispatched before one is waited for
 TOLERANCE = 4e-3  # relative norm; bf16 rounding of hidden values that fall the other way
 
 
@@ -55,7 +70,7 @@ def random_slots(layout: ExpertLayout, count: int, seed: int) -> jax.Array:
         spread = 3.0 if dtype == FP8 else 0.03
         return (rng.standard_normal(shape, np.float32) * spread).astype(dtype)
 
-    experts = [layout.pack({f.name: tensor(f.shape, f.dtype) for f in layout.fields}) for _ in range(min(count, 8))]
+    experts = [layout.pack({f.name: tensor(f.shape, f.dtype) for f in layout.fields}) for _ in range(min(count, 4))]
     some = jnp.asarray(np.stack(experts))
     # One output of the full size, no second copy of it.
     return jax.jit(lambda some: some[jnp.arange(count) % some.shape[0]])(some)
@@ -69,88 +84,311 @@ def slot_count(layout: ExpertLayout, gigabytes: float) -> int:
     return count
 
 
-def median_us(f: Callable[..., Any], *args: Any, repeats: int) -> float:
-    """Median microseconds of a call that has been compiled and run before."""
-    jax.block_until_ready(f(*args))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(f(*args))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
-
-
 def relative_error(got: jax.Array, want: jax.Array) -> float:
-    return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+    return float(jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want))
 
 
-def decode_configs(layout: ExpertLayout) -> Iterator[Config]:
-    """The default first, then its neighbours: each of the two kernels varied by itself."""
-    base = default_config(layout)
-    seen = set()
-    fp8_modes: tuple[Fp8Mode, ...] = ("convert", "bits") if layout.storage == np.uint8 else (base.fp8,)
-    up = itertools.product((1, 2, 4, 8), (256, 1024, 2048), (1, 2, 4))
-    down = itertools.product((2, 4, 8, 16), (64, 256, 512, 1024), (1, 2, 4))
-    candidates = [base, *(dataclasses.replace(base, fp8=mode) for mode in fp8_modes)]
-    candidates += [dataclasses.replace(base, up_rows=r, up_cols=c, up_warps=w) for r, c, w in up]
-    candidates += [dataclasses.replace(base, down_rows=r, down_cols=c, down_warps=w) for r, c, w in down]
-    for config in candidates:
-        width, hidden = layout.field("gate").shape
-        # Not what is mostly masked, nor tiles that spill: up holds two of them.
-        too_wide = config.up_cols >= 2 * max(hidden, 128) or config.down_cols >= 2 * max(width, 128)
-        up_bytes = 2 * config.up_rows * config.up_cols * layout.field("gate").dtype.itemsize / config.up_warps
-        if config in seen or (config != base and (too_wide or not 1024 <= up_bytes <= 32 * 1024)):
+@dataclass(kw_only=True)
+class Case:
+    """One shape and batch: what the calls read, and what a call should give."""
+
+    name: str
+    batch: int
+    gigabytes: float
+
+    def __post_init__(self) -> None:
+        self.per_token, self.hidden, self.width, dtype = SHAPES[self.name]
+        self.layout = swiglu_layout(hidden=self.hidden, width=self.width, dtype=dtype)
+        self.slots = random_slots(self.layout, slot_count(self.layout, self.gigabytes), seed=self.batch)
+        rng = np.random.default_rng(time.time_ns())
+        shape, routes = (CALLS, self.batch, self.per_token), CALLS * self.batch * self.per_token
+        chosen = rng.choice(self.slots.shape[0], routes, replace=routes > self.slots.shape[0])
+        # An array for every layer: slicing one would be a launch.
+        self.ids = tuple(jnp.asarray(chosen.reshape(shape), jnp.int32))
+        self.weights = jnp.asarray(rng.uniform(0.1, 1, shape[1:]), jnp.float32)
+        self.x = jnp.asarray(rng.standard_normal((self.batch, self.hidden)), jnp.bfloat16)
+        routes_h = (self.batch * self.per_token, self.width)
+        self.h = jnp.asarray(rng.standard_normal(routes_h), hidden_dtype(self.x))
+        self.want = references(self)
+        self.matrix = self.batch * self.per_token * self.hidden * self.width * dtype.itemsize
+
+    @property
+    def row(self) -> dict[str, Any]:
+        return {"kernel": "fused_moe", "shape": self.name, "batch": self.batch, "slots": self.slots.shape[0]}
+
+    def all(self, config: Config | None = None, implementation: Any = "gpu") -> Job:
+        call = jax.jit(partial(fused_moe, layout=self.layout, implementation=implementation, config=config))
+
+        def chain(x: jax.Array, slots: jax.Array, ids: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+            ys = []
+            for layer in ids:
+                ys.append(call(x, slots, layer, weights))
+                x = ys[-1].astype(x.dtype)
+            return x, ys[0]
+
+        return Job(case=self, part="all", config=config, chain=chain, start=self.x, nbytes=3 * self.matrix)
+
+    def up(self, config: Config) -> Job:
+        call = jax.jit(partial(gpu.project_up, layout=self.layout, config=config))
+
+        def chain(x: jax.Array, slots: jax.Array, ids: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+            hs = []
+            for layer in ids:
+                hs.append(call(x, slots, layer.reshape(-1)))
+                x = x + hs[-1][:1, :1].astype(x.dtype)
+            return x, hs[0]
+
+        return Job(case=self, part="up", config=config, chain=chain, start=self.x, nbytes=2 * self.matrix)
+
+    def down(self, config: Config) -> Job:
+        call = jax.jit(partial(gpu.project_down, batch=self.batch, layout=self.layout, config=config))
+
+        def chain(h: jax.Array, slots: jax.Array, ids: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+            ys = []
+            for layer in ids:
+                ys.append(call(h, slots, layer.reshape(-1), weights.reshape(-1)))
+                h = h + ys[-1][:1, :1].astype(h.dtype)
+            return h, ys[0]
+
+        return Job(case=self, part="down", config=config, chain=chain, start=self.h, nbytes=self.matrix)
+
+    def glue(self, launches: int) -> Job:
+        """As `all`, with `launches` kernels of one program that do nothing in place of the layer."""
+
+        def nothing(x_ref: Any, y_ref: Any) -> None:
+            y_ref[0, 0] = x_ref[0, 0].astype(y_ref.dtype)
+
+        def call(x: jax.Array, dtype: Any) -> jax.Array:
+            params = plgpu.CompilerParams(num_warps=1, num_stages=1)
+            return pl.pallas_call(nothing, jax.ShapeDtypeStruct(x.shape, dtype), compiler_params=params)(x)
+
+        def chain(x: jax.Array, slots: jax.Array, ids: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+            y = x.astype(jnp.float32)
+            for _ in ids:
+                for _ in range(launches):
+                    y = call(x, jnp.float32)
+                    x = y.astype(x.dtype)
+            return x, y
+
+        return Job(case=self, part=f"glue x{launches}", config=None, chain=chain, start=self.x, nbytes=0)
+
+
+@dataclass(kw_only=True)
+class Job:
+    """A chain of calls to compile, check and time."""
+
+    case: Case
+    part: str
+    config: Config | None
+    chain: Callable[..., tuple[jax.Array, jax.Array]]
+    start: jax.Array
+    nbytes: int  # of expert weights, per call
+
+    def compile(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        case = self.case
+        jitted = jax.jit(self.chain, donate_argnums=0)  # the state of the chain stays at its address
+        return jitted.lower(self.start, case.slots, case.ids, case.weights).compile()
+
+    def measure(self, compiled: Any, want: jax.Array | None, repeats: int) -> dict[str, Any]:
+        case = self.case
+        config = None if self.config is None else dataclasses.asdict(self.config)
+        row = case.row | {"part": self.part, "config": config}
+        rest = case.slots, case.ids, case.weights
+        state, first = compiled(jnp.copy(self.start), *rest)
+        if want is not None:
+            row["error"] = relative_error(first, want)
+            if not row["error"] < TOLERANCE:
+                return row | {"failed": f"relative error {row['error']:.1e}"}
+        times = []
+        for _ in range(repeats):
+            jax.block_until_ready(state)
+            start = time.perf_counter()
+            for _ in range(IN_FLIGHT):
+                state, first = compiled(state, *rest)
+            jax.block_until_ready(state)
+            times.append((time.perf_counter() - start) / IN_FLIGHT / CALLS * 1e6)
+        us = statistics.median(times)
+        return row | {"us": us, "least_us": min(times), "tb_per_s": self.nbytes / us / 1e6}
+
+
+def references(case: Case) -> dict[str, jax.Array]:
+    """What the first call of each kind of chain should give; XLA's arithmetic."""
+    layout, ids = case.layout, case.ids[0]
+
+    @jax.jit
+    def up_and_down(x: jax.Array, h: jax.Array, slots: jax.Array) -> dict[str, jax.Array]:
+        from pallas_kernels.fused_moe.swiglu import swiglu, unpack_weight
+
+        def product(name: str, slot: jax.Array, rows: jax.Array) -> jax.Array:
+            weight = unpack_weight(slots[slot], layout, name)
+            return jnp.einsum("c,rc->r", rows.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
+
+        def one(route: jax.Array) -> tuple[jax.Array, jax.Array]:
+            slot = ids.reshape(-1)[route]
+            token = x[route // case.per_token]
+            up = swiglu(product("gate", slot, token), product("up", slot, token))
+            return up, product("down", slot, h[route])
+
+        up, down = jax.lax.map(one, jnp.arange(ids.size))
+        weighted = down.reshape(*ids.shape, -1) * case.weights[..., None]
+        return {"up": up, "down": weighted.sum(axis=1)}
+
+    reference = jax.jit(partial(fused_moe, layout=layout, implementation="xla"))
+    return {"all": reference(case.x, case.slots, ids, case.weights), **up_and_down(case.x, case.h, case.slots)}
+
+
+def per_thread(rows: int, elements: int, matrices: int, itemsize: int, warps: int) -> float:
+    """Bytes of weights that a thread of a program has in flight."""
+    return rows * elements * matrices * itemsize / (32 * warps)
+
+
+def pieces(length: int, most: int, least: int = 128) -> list[int]:
+    """Powers of two into which a row of `length` goes with at most an eighth of padding, two at most."""
+    sizes = [1 << n for n in range(20) if least <= 1 << n <= most]
+    good = [size for size in sizes if -(-length // size) * size - length <= length // 8]
+    return sorted(good, reverse=True)[:2]
+
+
+def candidates(case: Case) -> Iterator[tuple[str, Config]]:
+    """(part, configuration): each projection by itself, and both in one launch, with 64 to 800 bytes a thread."""
+    base = default_config(case.layout)
+    itemsize = case.layout.field("gate").dtype.itemsize
+    fp8 = case.layout.field("gate").dtype == FP8
+    up_cols, down_cols = pieces(case.hidden, 4096), pieces(case.width, 2048)
+    warps = (1, 2, 4, 8)
+    row_counts = (1, 2, 4, 8)
+
+    def up_fits(config: Config) -> bool:
+        return 128 <= per_thread(config.up_rows, case.hidden, 2, itemsize, config.up_warps) <= 600
+
+    def down_fits(config: Config) -> bool:
+        size = per_thread(config.down_rows, case.width * case.per_token, 1, itemsize, config.down_warps)
+        return 64 <= size <= 800
+
+    for rows, cols, count in itertools.product(row_counts, up_cols, warps):
+        config = dataclasses.replace(base, up_rows=rows, up_cols=cols, up_warps=count)
+        if up_fits(config):
+            yield "up", config
+            if cols == up_cols[0] and not fp8:
+                yield "up", dataclasses.replace(config, stream=True)
+    for rows, cols, count in itertools.product(row_counts, down_cols, warps):
+        config = dataclasses.replace(base, down_rows=rows, down_cols=cols, down_warps=count)
+        if down_fits(config):
+            yield "down", config
+            if cols == down_cols[0] and not fp8:
+                yield "down", dataclasses.replace(config, stream=True)
+    if fp8:
+        yield "up", dataclasses.replace(base, fp8="bits")
+        yield "down", dataclasses.replace(base, fp8="bits")
+    for up_rows, down_rows, count in itertools.product(row_counts, row_counts, warps):
+        config = dataclasses.replace(
+            base, launches=1, up_rows=up_rows, up_cols=up_cols[0], up_warps=count, down_rows=down_rows,
+            down_cols=down_cols[0], down_warps=count,
+        )  # fmt: skip
+        if up_fits(config) and down_fits(config):
+            yield "all", config
+
+
+class Deadline:
+    """A moment after which nothing more is begun."""
+
+    def __init__(self, minutes: float | None):
+        self.end = time.monotonic() + 60 * minutes if minutes else float("inf")
+
+    @property
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+    def share(self, count: int) -> Deadline:
+        """The moment at which one of `count` equal parts of the time left is over."""
+        part = Deadline(None)
+        part.end = time.monotonic() + max(0.0, self.left) / count
+        return part
+
+
+def run_jobs(jobs: list[Job], want: dict[str, jax.Array], *, repeats: int, deadline: Deadline) -> list[dict[str, Any]]:
+    """Compiles in threads, then times one program after the other with the threads at rest."""
+    threads = max(1, min(12, (os.cpu_count() or 2) - 3))
+    with ThreadPoolExecutor(threads) as pool:
+        futures = [pool.submit(job.compile) for job in jobs]
+        # What is being compiled when the time is over is waited for: it would disturb the clock.
+        wait(futures, timeout=None if deadline.left == float("inf") else max(0.0, deadline.left - 0.06 * len(jobs)))
+        pool.shutdown(cancel_futures=True)
+    results = []
+    for job, future in zip(jobs, futures, strict=True):
+        if future.cancelled():
             continue
         try:
-            config.check(layout)
-        except ValueError:  # does not fit the scale blocks of FP8
-            continue
-        seen.add(config)
-        yield config
-
-
-def bench_decode(name: str, batch: int, *, gigabytes: float, repeats: int, sweep: bool) -> Iterator[dict[str, Any]]:
-    """One result per configuration."""
-    per_token, hidden, width, dtype = SHAPES[name]
-    layout = swiglu_layout(hidden=hidden, width=width, dtype=dtype)
-    slots = random_slots(layout, slot_count(layout, gigabytes), seed=batch)
-    rng = np.random.default_rng(time.time_ns())
-    routes = CALLS * batch * per_token
-    chosen = rng.choice(slots.shape[0], routes, replace=routes > slots.shape[0])
-    ids = jnp.asarray(chosen.reshape(CALLS, batch, per_token), jnp.int32)
-    weights = jnp.asarray(rng.uniform(0.1, 1, ids.shape[1:]), jnp.float32)
-    x = jnp.asarray(rng.standard_normal((batch, hidden)), jnp.bfloat16)
-    moved = batch * per_token * 3 * hidden * width * dtype.itemsize  # what a call reads of the weights
-
-    def chain(x: jax.Array, slots: jax.Array, ids: jax.Array, weights: jax.Array, *, call: Any) -> jax.Array:
-        for i in range(CALLS):
-            y = call(x, slots, ids[i], weights)
-            x = (x.astype(jnp.float32) + y / (1e-6 + jnp.max(jnp.abs(y)))).astype(x.dtype)
-        return x
-
-    def measure(call: Any) -> float:
-        return median_us(jax.jit(partial(chain, call=call)), x, slots, ids, weights, repeats=repeats) / CALLS
-
-    reference = partial(fused_moe, layout=layout, implementation="xla")
-    want = jax.jit(reference)(x, slots, ids[0], weights)
-    row = {"kernel": "fused_moe", "shape": name, "batch": batch, "slots": slots.shape[0]}
-    us = measure(reference)
-    yield row | {"config": "xla", "us": us, "tb_per_s": moved / us / 1e6}
-    for index, config in enumerate(decode_configs(layout)):
-        if index and not sweep:
-            return
-        label = {"config": dataclasses.asdict(config), "default": index == 0}
-        call = partial(fused_moe, layout=layout, implementation="gpu", config=config)
-        try:
-            error = relative_error(jax.jit(call)(x, slots, ids[0], weights), want)
-            if not error < TOLERANCE:
-                yield row | label | {"failed": f"relative error {error:.1e}"}
-                continue
-            us = measure(call)
+            results.append(job.measure(future.result(), want.get(job.part), repeats))
         except Exception as problem:  # a shape that does not compile is a result of the sweep
-            yield row | label | {"failed": f"{type(problem).__name__}: {str(problem)[:200]}"}
-            continue
-        yield row | label | {"us": us, "tb_per_s": moved / us / 1e6, "error": error}
+            failed = f"{type(problem).__name__}: {str(problem)[:200]}"
+            config = None if job.config is None else dataclasses.asdict(job.config)
+            results.append(job.case.row | {"part": job.part, "config": config, "failed": failed})
+    if left_out := len(jobs) - len(results):
+        print(f"  out of time: {left_out} of {len(jobs)} left out", flush=True)
+    return results
+
+
+def best(results: list[dict[str, Any]], part: str, launches: int | None = None) -> list[dict[str, Any]]:
+    """Of one part, the fastest first."""
+    rows = [r for r in results if r["part"] == part and "us" in r and r["config"]]
+    if launches:
+        rows = [r for r in rows if r["config"]["launches"] == launches]
+    return sorted(rows, key=lambda r: r["us"])
+
+
+def report(results: list[dict[str, Any]], top: int = 6) -> list[dict[str, Any]]:
+    """Prints failures, what has no configuration, and the best of each kind."""
+    for result in results:
+        if "failed" in result or result["config"] is None:
+            print(describe(result), flush=True)
+    for part, launches in (("up", None), ("down", None), ("all", 2), ("all", 1)):
+        for result in best(results, part, launches)[:top]:
+            print("  best:", describe(result), flush=True)
+    return results
+
+
+def shuffled(jobs: list[Job]) -> list[Job]:
+    """So that what the deadline leaves out is not all of a kind."""
+    return random.Random(0).sample(jobs, len(jobs))
+
+
+def sweep(case: Case, *, repeats: int, deadline: Deadline) -> list[dict[str, Any]]:
+    """Each projection by itself; then whole layers of the best pairs of the two."""
+    makers = {"up": case.up, "down": case.down}
+    jobs = [makers[part](config) for part, config in candidates(case) if part in makers]
+    results = run_jobs(shuffled(jobs), case.want, repeats=repeats, deadline=deadline)
+    pairs = []
+    for up, down in itertools.product(best(results, "up")[:3], best(results, "down")[:3]):
+        fields = {k: v for k, v in up["config"].items() if k.startswith("up_")}
+        fields |= {k: v for k, v in down["config"].items() if k.startswith("down_")}
+        fields["fp8"], fields["stream"] = up["config"]["fp8"], up["config"]["stream"] and down["config"]["stream"]
+        pairs.append(Config(launches=2, **fields))
+    jobs = [case.all(config) for config in dict.fromkeys(pairs)]
+    return report(results + run_jobs(jobs, case.want, repeats=repeats, deadline=deadline))
+
+
+def sweep_one_launch(case: Case, *, repeats: int, deadline: Deadline) -> list[dict[str, Any]]:
+    """Whole layers in one launch."""
+    jobs = [case.all(config) for part, config in candidates(case) if part == "all"]
+    return report(run_jobs(shuffled(jobs), case.want, repeats=repeats, deadline=deadline))
+
+
+def breakdown(case: Case, *, repeats: int, deadline: Deadline) -> list[dict[str, Any]]:
+    """What the default's parts cost alone; `glue xN`: N launches that do nothing, and the conversions between."""
+    config = default_config(case.layout)
+    jobs = [case.glue(1), case.glue(2), case.up(config), case.down(config), case.all(config)]
+    results = run_jobs(jobs, case.want, repeats=repeats, deadline=deadline)
+    print(*map(describe, results), sep="\n", flush=True)
+    return results
+
+
+def defaults(case: Case, *, repeats: int, deadline: Deadline) -> list[dict[str, Any]]:
+    """The default configuration, and plain XLA."""
+    jobs = [case.all(default_config(case.layout)), case.all(None, "xla")]
+    results = run_jobs(jobs, case.want, repeats=repeats, deadline=deadline)
+    print(*map(describe, results), sep="\n", flush=True)
+    return results
 
 
 def grouped_configs(layout: ExpertLayout) -> Iterator[GroupedConfig]:
@@ -220,58 +458,56 @@ def describe(result: dict[str, Any]) -> str:
     if isinstance(config, dict):
         config = " ".join(f"{key}={value}" for key, value in config.items())
     where = f"{result['kernel']:11} {result['shape']:13} " + " ".join(
-        f"{key}={result[key]}" for key in ("batch", "tokens", "rows") if key in result
+        f"{key}={result[key]}" for key in ("batch", "tokens", "rows", "part") if key in result
     )
     if "failed" in result:
-        return f"{where:40} FAILED {result['failed'][:60]}  {config}"
-    rate = f"{result['tb_per_s']:6.2f} TB/s" if "tb_per_s" in result else f"{result['tflop_per_s']:6.1f} TFLOP/s"
-    default = " *default*" if result.get("default") else ""
-    return f"{where:40} {result['us']:8.1f} us {rate}  {config}{default}"
+        return f"{where:46} FAILED {result['failed'][:60]}  {config}"
+    rate = f"{result['tb_per_s']:5.2f} TB/s" if "tb_per_s" in result else f"{result['tflop_per_s']:6.1f} TFLOP/s"
+    return f"{where:46} {result['us']:7.2f} us {rate}  {config}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write all results as JSON")
-    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=["peer", "qwen3-30b-fp8", "demo"])
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=["peer", "qwen3-30b-fp8", "gpt-oss", "demo"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--gigabytes", type=float, default=2.1, help="size of the slot array")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--no-sweep", action="store_true", help="the default configuration only")
-    parser.add_argument("--prefill", action="store_true", help="also the prefill kernel")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--minutes", type=float, help="stop after this time and write what there is")
+    parser.add_argument("--sweep", action="store_true", help=f"block shapes, at {SWEEP}")
+    parser.add_argument("--breakdown", action="store_true", help="what each part costs alone")
+    parser.add_argument("--prefill", action="store_true", help="also the prefill kernel, over its block shapes")
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
         print(f"bench_kernels: needs a GPU, JAX found {jax.default_backend()}", file=sys.stderr)
         return 2
-    runs = [
-        bench_decode(
-            name,
-            batch,
-            gigabytes=args.gigabytes,
-            repeats=args.repeats,
-            sweep=not args.no_sweep and batch == 1,
-        )
-        for name in args.shapes
-        for batch in args.batches
-    ]
-    if args.prefill:
-        runs += [
-            bench_prefill(name, tokens=tokens, rows=rows, experts=64, repeats=args.repeats, sweep=not args.no_sweep)
-            for name in args.shapes
-            for tokens, rows in ((128, 16), (2048, 64))
-        ]
+    deadline = Deadline(args.minutes)
     results: list[dict[str, Any]] = []
-    for run in runs:
-        part = []
-        for result in run:
-            part.append(result)
-            if "failed" in result or not isinstance(result["config"], dict) or result["default"]:
-                print(describe(result), flush=True)
-        for result in sorted((r for r in part if "us" in r), key=lambda r: r["us"])[:5]:
-            print("  best:", describe(result), flush=True)
-        results += part
-        if args.out:  # after every shape: an interrupted sweep keeps what it has
+
+    def keep(new: Iterable[dict[str, Any]]) -> None:
+        results.extend(new)
+        if args.out:  # after every part: an interrupted run keeps what it has
             device = jax.devices()[0].device_kind
             args.out.write_text(json.dumps({"device": device, "jax": jax.__version__, "results": results}, indent=1))
+
+    parts = [defaults] + [breakdown] * args.breakdown + [sweep, sweep_one_launch] * args.sweep
+    named = SWEEP if args.sweep else [(name, batch) for name in args.shapes for batch in args.batches]
+    cases = [Case(name=name, batch=batch, gigabytes=args.gigabytes) for name, batch in named]
+    rounds = [(part, case) for part in parts for case in cases]
+    for index, (part, case) in enumerate(rounds):
+        if deadline.left > 0:
+            # The sweeps share what the others leave.
+            count = len(rounds) - index if part in (sweep, sweep_one_launch) else 1
+            keep(part(case, repeats=args.repeats, deadline=deadline.share(count)))
+    if args.prefill:
+        for name in args.shapes:
+            for tokens, rows in ((128, 16), (2048, 64)):
+                if deadline.left > 0:
+                    keep(
+                        bench_prefill(
+                            name, tokens=tokens, rows=rows, experts=64, repeats=args.repeats, sweep=args.sweep
+                        )
+                    )
     return 0
 
 

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
-import numpy as np
 
 from seqmoe_jax.checkpoints.names import check_names, names_of
 from seqmoe_jax.checkpoints.read import iter_dense
@@ -24,7 +22,7 @@ from seqmoe_jax.checkpoints.resolve import read_config
 from seqmoe_jax.checkpoints.safetensors import open_checkpoint
 from seqmoe_jax.errors import SeqMoEError
 from seqmoe_jax.experts.host_pool import load_host_pool
-from seqmoe_jax.models.spec import spec_from_config
+from seqmoe_jax.models.families import spec_from_config
 
 
 def plain_read(files: list[Path]) -> float:
@@ -76,10 +74,8 @@ def bench(directory: Path, *, workers: int | None, cold: bool) -> dict[str, Any]
         workers=workers,
     )
     loaded = time.perf_counter()
-    dense = {
-        name: jax.device_put(value, device)
-        for name, value in iter_dense(checkpoint, names, dtype=np.dtype(ml_dtypes.bfloat16))
-    }
+    dtypes = dict.fromkeys(names.dense, np.dtype(ml_dtypes.bfloat16))
+    dense = {name: jax.device_put(value, device) for name, value in iter_dense(checkpoint, names, dtypes=dtypes)}
     jax.block_until_ready((pool, dense))
     end = time.perf_counter()
     peak = peak_memory()

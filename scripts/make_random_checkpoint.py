@@ -19,7 +19,7 @@ import numpy as np
 from seqmoe_jax.checkpoints.fp8 import FP8, scale_shape
 from seqmoe_jax.checkpoints.names import names_of
 from seqmoe_jax.checkpoints.safetensors import INDEX, SINGLE
-from seqmoe_jax.models.spec import spec_from_config
+from seqmoe_jax.models.families import spec_from_config
 
 CODES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F8_E4M3": FP8, "F32": np.dtype(np.float32)}
 UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}

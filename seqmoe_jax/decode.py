@@ -25,9 +25,11 @@ from seqmoe_jax.experts.slots import SlotState
 from seqmoe_jax.forecast import forecaster, history
 from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.forecast.forecaster import Forecast
-from seqmoe_jax.models.layers import KV, attention, dense_mlp, einsum, mask_inactive, rms_norm, route
-from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
-from seqmoe_jax.models.weights import DenseWeights, ModelWeights
+from seqmoe_jax.models import block
+from seqmoe_jax.models.layers import mask_inactive
+from seqmoe_jax.models.mixers import State
+from seqmoe_jax.models.spec import ModelSpec, MoESpec
+from seqmoe_jax.models.weights import ModelWeights, MoEWeights
 from seqmoe_jax.prefetch.plan import PlanConfig, make_plan
 from seqmoe_jax.sampling import SamplingParams, greedy, sample
 
@@ -37,7 +39,7 @@ RUNNING, STOPPED, EXHAUSTED = range(3)  # what a step says of a sequence: goes o
 class Sequences(NamedTuple):
     """Device state of the sequences being generated; donated to every step."""
 
-    kv: tuple[KV, ...]
+    states: tuple[State, ...]  # of the layers' mixers
     token: Int32[Array, " B"]  # sampled last, processed next
     position: Int32[Array, " B"]  # where that token will stand
     remaining: Int32[Array, " B"]  # tokens that may still be sampled
@@ -47,13 +49,9 @@ class Sequences(NamedTuple):
 @partial(jax.jit, static_argnames=("spec", "batch", "capacity", "dtype"))
 def empty_sequences(*, spec: ModelSpec, batch: int, capacity: int, dtype: np.dtype) -> Sequences:
     """Room for `capacity` positions of every sequence; nothing in it."""
-
-    def keys_or_values(layer: LayerSpec) -> Float[Array, "B G C D"]:
-        return jnp.zeros((batch, layer.attention.kv_heads, capacity, layer.attention.head_dim), dtype)
-
-    kv = tuple(KV(keys_or_values(layer), keys_or_values(layer)) for layer in spec.layers)
+    states = tuple(layer.mixer.init_state(batch, capacity, dtype) for layer in spec.layers)
     flat = jnp.zeros(batch, jnp.int32)
-    return Sequences(kv, flat, flat, flat, jnp.zeros(batch, bool))
+    return Sequences(states, flat, flat, flat, jnp.zeros(batch, bool))
 
 
 class Offload(NamedTuple):
@@ -126,11 +124,6 @@ def choose(
     return sequences._replace(token=token, position=position, remaining=remaining, done=done), token, end
 
 
-def logits_of(x: Float[Array, "B H"], weights: ModelWeights, spec: ModelSpec) -> Float32[Array, "B V"]:
-    """Final norm and output head."""
-    return einsum("bh,vh->bv", rms_norm(x, weights.norm, spec.norm_eps), weights.head)
-
-
 class _Planner:
     """Makes the plans of one step while it is traced, and tells whoever listens."""
 
@@ -179,8 +172,8 @@ def forward(
     base = cache.clock
     active = ~sequences.done
     positions = sequences.position[:, None]
-    x = weights.embed[sequences.token][:, None, :]
-    kv, counts = list(sequences.kv), jnp.zeros(3, jnp.int32)
+    x = block.embed(sequences.token[:, None], weights.embed, spec.embedding_scale)
+    states, counts = list(sequences.states), jnp.zeros(3, jnp.int32)
     routing: list[Int[Array, "B K"]] = []
     shares: list[Float[Array, "B K"]] = []
 
@@ -188,15 +181,12 @@ def forward(
         return forecaster.features(jnp.stack(routing), jnp.stack(shares), layers=layers, experts=experts)
 
     for index, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
-        with jax.named_scope(f"layer{index}/attention"):
-            normed = rms_norm(x, w.attention_norm, spec.norm_eps)
-            mixed, kv[index] = attention(normed, kv[index], positions, w.attention, layer.attention, spec.norm_eps)
-            x = x + mixed
-        normed = rms_norm(x, w.mlp_norm, spec.norm_eps)
-        if isinstance(w.mlp, DenseWeights):
-            x = x + dense_mlp(normed, w.mlp)
+        with jax.named_scope(f"layer{index}/mixer"):
+            x, states[index] = block.mix(x, states[index], positions, active[:, None], w, layer)
+        if not isinstance(layer.mlp, MoESpec):
+            x = block.dense(x, w, layer)
         else:
-            assert isinstance(layer.mlp, MoESpec)
+            assert isinstance(w.mlp, MoEWeights)
             moe_index = len(routing)
             if config.predictor is not None and moe_index == config.trigger:
                 with jax.named_scope("refine"):
@@ -206,7 +196,8 @@ def forward(
                     if config.plans == 2:
                         cache = planner.plan(cache, again, base, moe_index)
             with jax.named_scope(f"layer{index}/moe"):
-                ids, expert_weights = route(normed[:, 0], w.mlp.router, layer.mlp)
+                normed = block.moe_input(x, w, layer)
+                ids, expert_weights = layer.mlp.router(normed, sequences.token, w.mlp.router)
                 if replay is not None:
                     row = offload.steps % replay.ids.shape[0]
                     ids = jnp.broadcast_to(replay.ids[row, moe_index], ids.shape)
@@ -214,12 +205,12 @@ def forward(
                 ids = mask_inactive(ids, active)
                 pool = pools[moe_index]
                 y, cache, new = moe_decode(
-                    normed[:, 0], ids, expert_weights, cache, pool, moe_index, config.cache, transfers
+                    normed, ids, expert_weights, cache, pool, moe_index, config.cache, transfers
                 )
                 routing.append(ids)
                 shares.append(expert_weights)
                 counts += new
-                x = x + y.astype(x.dtype)[:, None]
+                x = block.moe_output(x, normed, y, w, layer)
         # Without this XLA recomputes sums of earlier layers inside later fusions, and compiling takes time that
         # is exponential in the number of layers (ten layers at batch 4 for a GPU: over 280 s, against 18 s).
         x = jax.lax.optimization_barrier(x)
@@ -228,9 +219,9 @@ def forward(
         with jax.named_scope("forecast"):
             forecast = forecaster.from_history(history.observe(forecast[1], jnp.stack(routing), experts))
     with jax.named_scope("head"):
-        logits = logits_of(x[:, 0], weights, spec)
+        logits = block.logits_of(x[:, 0], weights, spec)
     offload = offload._replace(cache=cache, forecast=forecast, steps=offload.steps + 1)
-    return logits, sequences._replace(kv=tuple(kv)), offload, counts, known(), planner
+    return logits, sequences._replace(states=tuple(states)), offload, counts, known(), planner
 
 
 def _receive(cache: SlotCache, link: Link | None, config: CacheConfig) -> tuple[Transfers | None, Shaped[Array, "rows n"]]:

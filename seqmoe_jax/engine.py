@@ -355,7 +355,8 @@ class TokenEngine:
             stats.bytes_moved_decoding = stats.experts_loaded_decoding * block + ahead
             stats.compile_s = self._compile_s
 
-        sequences, first = self._prefill(prompts, batch, max_new_tokens, params, ends, config)
+        capacity = _capacity(max(map(len, prompts)), max_new_tokens, chunk_length(batch))
+        sequences, first = self._prefill(prompts, batch, capacity, max_new_tokens, params, ends, config)
         alive = [True] * count
 
         def events(output: StepOutput, counts: _Counts) -> Iterator[TokenEvent]:
@@ -372,7 +373,7 @@ class TokenEngine:
         engine, predictor = self._transfers, None if self.predictor is None else self.predictor.weights
         constant = (self.model.weights, self.model.pools, params, ends)
         step = self._program(
-            ("step", batch, sequences.kv[0].k.shape[2], sampling.greedy), "the decode step", jitted_step,
+            ("step", batch, capacity, sampling.greedy), "the decode step", jitted_step,
             sequences, self._offload, *constant, None if engine is None else engine.link(), predictor, self.replay,
             config=config,
         )  # fmt: skip
@@ -438,6 +439,7 @@ class TokenEngine:
         self,
         prompts: Sequence[Sequence[int]],
         batch: int,
+        capacity: int,
         max_new_tokens: int,
         params: SamplingParams,
         ends: Array,
@@ -447,8 +449,6 @@ class TokenEngine:
         spec, weights = self.model.spec, self.model.weights
         lengths = np.array([len(p) for p in prompts] + [1] * (batch - len(prompts)), np.int32)
         longest, chunk = int(lengths.max()), chunk_length(batch)
-        padded_end = (longest - 1) // chunk * chunk + bucket((longest - 1) % chunk + 1)
-        capacity = kv_capacity(max(longest + max_new_tokens, padded_end))
         with jax.default_device(self.device):
             sequences = empty_sequences(spec=spec, batch=batch, capacity=capacity, dtype=self.dtype)
         real = np.arange(batch) < len(prompts)
@@ -457,7 +457,7 @@ class TokenEngine:
             remaining=jax.device_put(np.full(batch, max_new_tokens, np.int32), self.device),
             done=jax.device_put(~real, self.device),
         )
-        kv, cache = list(sequences.kv), self._offload.cache
+        states, cache = list(sequences.states), self._offload.cache
         last = jnp.zeros((batch, spec.hidden), self.dtype, device=self.device)
         counts = jnp.zeros(3, jnp.int32, device=self.device)
         tokens_of = [jnp.zeros(self.config.experts, jnp.int32, device=self.device) for _ in spec.moe_layers]
@@ -469,29 +469,29 @@ class TokenEngine:
                 part = np.asarray(prompt[start : start + width], np.int32)
                 tokens[row, : len(part)] = part
             valid = (np.arange(width) + start < lengths[:, None]) & real[:, None]
-            device_valid = jax.device_put(valid, self.device)
+            device_tokens, device_valid = jax.device_put((tokens, valid), self.device)
             at = jnp.asarray(start, jnp.int32)
-            x, positions = embed_chunk(weights.embed, jax.device_put(tokens, self.device), at)
+            x, positions = embed_chunk(weights.embed, device_tokens, at, scale=spec.embedding_scale)
             moe_index = 0
             for index, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
                 is_moe = index in spec.moe_layers
-                args = (x, kv[index], cache, w, self.model.pools[moe_index] if is_moe else None, positions,
-                        device_valid, jnp.asarray(moe_index, jnp.int32))  # fmt: skip
+                args = (x, states[index], cache, w, self.model.pools[moe_index] if is_moe else None, device_tokens,
+                        positions, device_valid, jnp.asarray(moe_index, jnp.int32))  # fmt: skip
                 program = self._program(
-                    ("layer", layer, batch, width, kv[index].k.shape[2]), f"a layer for prompts of {width} tokens",
-                    layer_chunk, *args, layer=layer, norm_eps=spec.norm_eps, config=self.config,
+                    ("layer", layer, batch, width, capacity), f"a layer for prompts of {width} tokens",
+                    layer_chunk, *args, layer=layer, config=self.config,
                 )  # fmt: skip
                 # The old cache is donated: what an interrupt finds in self must be the new one.
-                x, kv[index], cache, new, experts_tokens = program(*args)
+                x, states[index], cache, new, experts_tokens = program(*args)
                 self._offload = self._offload._replace(cache=cache)
                 if is_moe:
                     counts, tokens_of[moe_index] = counts + new, tokens_of[moe_index] + experts_tokens
                     moe_index += 1
             last = keep_last(last, x, at, device_lengths)
-        sequences = sequences._replace(kv=tuple(kv))
+        sequences = sequences._replace(states=tuple(states))
         self._after_prompt(jnp.concatenate(tokens_of), int(lengths[real].sum()))
         program = self._program(
-            ("first", batch, kv[0].k.shape[2], config.greedy), "sampling", first_token,
+            ("first", batch, capacity, config.greedy), "sampling", first_token,
             sequences, last, weights, params, ends, counts, config=config,
         )  # fmt: skip
         return program(sequences, last, weights, params, ends, counts)
@@ -530,6 +530,12 @@ class TokenEngine:
             program = self._programs[key] = function.lower(*args, **static).compile()
             self._compile_s += time.perf_counter() - started
         return program
+
+
+def _capacity(longest: int, max_new_tokens: int, chunk: int) -> int:
+    """Positions that a generation needs, the padding of the last chunk of the longest prompt included."""
+    padded_end = (longest - 1) // chunk * chunk + bucket((longest - 1) % chunk + 1)
+    return kv_capacity(max(longest + max_new_tokens, padded_end))
 
 
 def _available_memory(device: jax.Device, weights: ModelWeights) -> int | None:

@@ -20,14 +20,9 @@ from seqmoe_jax.checkpoints.safetensors import open_checkpoint
 from seqmoe_jax.engine import Model, Predictor
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.host_pool import load_host_pool, random_host_pool
-from seqmoe_jax.models.spec import ModelSpec, MoESpec, spec_from_config
-from seqmoe_jax.models.weights import (
-    AttentionWeights,
-    DenseWeights,
-    LayerWeights,
-    ModelWeights,
-    RouterWeights,
-)
+from seqmoe_jax.models.families import spec_from_config
+from seqmoe_jax.models.spec import ModelSpec
+from seqmoe_jax.models.weights import ModelWeights
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -64,10 +59,9 @@ def load_model(
     with open_checkpoint(directory) as checkpoint:
         names = names_of(spec, checkpoint.names)
         check_names(checkpoint, names)
-        dense = {
-            name: jax.device_put(array, device)
-            for name, array in iter_dense(checkpoint, names, dtype=activation_dtype(spec, device, dtype))
-        }
+        chosen = activation_dtype(spec, device, dtype)
+        dtypes = {name: tensor.dtype or chosen for name, tensor in spec.tensors().items()}
+        dense = {name: jax.device_put(array, device) for name, array in iter_dense(checkpoint, names, dtypes=dtypes)}
         weights = assemble(dense, spec)
         pools = load_host_pool(
             checkpoint,
@@ -105,7 +99,7 @@ def random_model(
     spec = spec_from_config(config if isinstance(config, dict) else json.loads(Path(config).read_text()))
     chosen = activation_dtype(spec, device, dtype)
     with jax.default_device(device):
-        weights = _random_weights(jax.random.key(seed), spec=spec, dtype=chosen)
+        weights = random_weights(jax.random.key(seed), spec=spec, dtype=chosen)
     pools = random_host_pool(
         spec.expert_layout,
         num_layers=len(spec.moe_layers),
@@ -124,54 +118,23 @@ def assemble(dense: dict[str, Array], spec: ModelSpec) -> ModelWeights:
         arrays = [dense.pop(name) for name in names]
         return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
 
-    layers = []
-    for index, layer in enumerate(spec.layers):
-        at = f"layers.{index}."
-        mlp: RouterWeights | DenseWeights
-        if isinstance(layer.mlp, MoESpec):
-            mlp = RouterWeights(router=take(at + "router"))
-        else:
-            mlp = DenseWeights(gate_up=take(at + "mlp.gate", at + "mlp.up"), down=take(at + "mlp.down"))
-        attention = AttentionWeights(
-            qkv=take(at + "attention.q", at + "attention.k", at + "attention.v"),
-            o=take(at + "attention.o"),
-            q_norm=take(at + "attention.q_norm"),
-            k_norm=take(at + "attention.k_norm"),
-        )
-        norms = dict(attention_norm=take(at + "input_norm"), mlp_norm=take(at + "post_norm"))
-        layers.append(LayerWeights(attention=attention, mlp=mlp, **norms))
-    embed = take("embed")
-    head = embed if spec.tied else take("lm_head")
-    return ModelWeights(embed=embed, layers=tuple(layers), norm=take("final_norm"), head=head)
+    return spec.assemble(take)
 
 
-def _random_weights(key: Array, *, spec: ModelSpec, dtype: np.dtype) -> ModelWeights:
+def random_weights(key: Array, *, spec: ModelSpec, dtype: np.dtype) -> ModelWeights:
     """Dense weights of unit-variance maps: normal with standard deviation 1 / sqrt(inputs), norms at one."""
-    count = iter(range(10**9))
+    tensors, count = spec.tensors(), iter(range(10**9))
 
-    def normal(*shape: int) -> Array:
-        part = jax.random.fold_in(key, next(count))
-        return (jax.random.normal(part, shape, jnp.float32) * shape[-1] ** -0.5).astype(dtype)
-
-    def ones(size: int) -> Array:
-        return jnp.ones(size, dtype)
-
-    layers = []
-    for layer in spec.layers:
-        a, mlp = layer.attention, layer.mlp
-        attention = AttentionWeights(
-            qkv=normal((a.heads + 2 * a.kv_heads) * a.head_dim, spec.hidden),
-            o=normal(spec.hidden, a.heads * a.head_dim),
-            q_norm=ones(a.head_dim),
-            k_norm=ones(a.head_dim),
-        )
-        weights: RouterWeights | DenseWeights
-        if isinstance(mlp, MoESpec):
-            weights = RouterWeights(router=normal(mlp.experts, spec.hidden))
+    def make(name: str) -> Array:
+        tensor, part = tensors[name], jax.random.fold_in(key, next(count))
+        if tensor.init == "normal":
+            values = jax.random.normal(part, tensor.shape, jnp.float32) * tensor.shape[-1] ** -0.5
         else:
-            weights = DenseWeights(gate_up=normal(2 * mlp.width, spec.hidden), down=normal(spec.hidden, mlp.width))
-        norms = dict(attention_norm=ones(spec.hidden), mlp_norm=ones(spec.hidden))
-        layers.append(LayerWeights(attention=attention, mlp=weights, **norms))
-    embed = normal(spec.vocab, spec.hidden)
-    head = embed if spec.tied else normal(spec.vocab, spec.hidden)
-    return ModelWeights(embed=embed, layers=tuple(layers), norm=ones(spec.hidden), head=head)
+            values = jnp.full(tensor.shape, 1.0 if tensor.init == "ones" else 0.0)
+        return values.astype(tensor.dtype or dtype)
+
+    def take(*names: str) -> Array:
+        arrays = [make(name) for name in names]
+        return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
+
+    return spec.assemble(take)

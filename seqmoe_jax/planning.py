@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
+import jax
 import numpy as np
 
 from pallas_kernels.backend import Implementation, rows_to_allocate
+from seqmoe_jax.decode import empty_sequences
 from seqmoe_jax.errors import ConfigError, ResidencyError
-from seqmoe_jax.models.spec import DenseSpec, ModelSpec
-from seqmoe_jax.prefill import CHUNK, block_rows
+from seqmoe_jax.models.spec import ModelSpec
+from seqmoe_jax.prefill import CHUNK, block_rows, chunk_length
 
 MAX_BATCH = 8
 DEFAULT_CONTEXT = 4096  # memory is planned for the whole context: a longer one has to be asked for
@@ -65,35 +68,28 @@ def kv_capacity(length: int) -> int:
     return -(-length // 4096) * 4096
 
 
-def dense_bytes(spec: ModelSpec, activation_bytes: int) -> int:
-    """Everything but experts, held in the activations' dtype."""
-    count = spec.vocab * spec.hidden * (1 if spec.tied else 2) + spec.hidden
-    for layer in spec.layers:
-        a = layer.attention
-        count += (a.heads + 2 * a.kv_heads) * a.head_dim * spec.hidden + a.heads * a.head_dim * spec.hidden
-        count += 2 * spec.hidden + 2 * a.head_dim
-        count += (
-            3 * spec.hidden * layer.mlp.width if isinstance(layer.mlp, DenseSpec) else spec.hidden * layer.mlp.experts
-        )
-    return count * activation_bytes
+def dense_bytes(spec: ModelSpec, activations: np.dtype | type) -> int:
+    """Everything but experts; `activations` is the dtype that it is held in where a tensor has none of its own."""
+    return sum(tensor.nbytes(np.dtype(activations)) for tensor in spec.tensors().values())
 
 
-def kv_bytes(spec: ModelSpec, batch: int, context: int, activation_bytes: int) -> int:
-    per_token = sum(2 * layer.attention.kv_heads * layer.attention.head_dim for layer in spec.layers)
-    return per_token * batch * kv_capacity(context) * activation_bytes
+def state_bytes(spec: ModelSpec, batch: int, context: int, activations: np.dtype | type) -> int:
+    """What the mixers keep of the sequences' past."""
+    init = partial(empty_sequences, spec=spec, batch=batch, capacity=kv_capacity(context), dtype=np.dtype(activations))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(init).states))
 
 
 def workspace_bytes(spec: ModelSpec, batch: int, context: int) -> int:
-    """Upper estimate of temporaries: the widest of prefill's expert outputs, its attention scores, and the logits."""
+    """Upper estimate of temporaries: the widest of prefill's expert outputs, its mixing, and the logits."""
     tokens = CHUNK
     moe = spec.moe
     rows = block_rows(tokens)
     blocks = -(-tokens * moe.top_k // rows) + min(moe.experts, tokens * moe.top_k)
     # Expert outputs in float32, hidden activations of the experts, and the gathered inputs.
     grouped = blocks * rows * (4 * spec.hidden + 4 * moe.width + 4 * spec.hidden)
-    heads = max(layer.attention.heads for layer in spec.layers)
-    scores = 3 * 4 * heads * min(tokens, 256 * batch) * kv_capacity(context)
-    return max(grouped, scores, 8 * batch * spec.vocab) + (64 << 20)
+    capacity, length = kv_capacity(context), chunk_length(batch)
+    mixing = max(layer.mixer.workspace_bytes(batch, length, capacity) for layer in spec.layers)
+    return max(grouped, mixing, 8 * batch * spec.vocab) + (64 << 20)
 
 
 def make_plan(
@@ -117,10 +113,9 @@ def make_plan(
         raise ConfigError("give either a residency or a device memory, not both")
     if not 1 <= batch <= MAX_BATCH:
         raise ConfigError(f"a batch has 1 to {MAX_BATCH} sequences, got {batch}")
-    size = np.dtype(activation_dtype).itemsize
     fixed = dict(
-        dense=dense_bytes(spec, size),
-        kv=kv_bytes(spec, batch, context, size),
+        dense=dense_bytes(spec, activation_dtype),
+        kv=state_bytes(spec, batch, context, activation_dtype),
         workspace=workspace_bytes(spec, batch, context),
         forecast=forecast,
     )

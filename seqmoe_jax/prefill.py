@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
-from seqmoe_jax.decode import Sequences, StepConfig, StepOutput, choose, logits_of
+from seqmoe_jax.decode import Sequences, StepConfig, StepOutput, choose
 from seqmoe_jax.experts.cache import CacheConfig, SlotCache, moe_prefill
-from seqmoe_jax.models.layers import KV, attention, dense_mlp, mask_inactive, rms_norm, route
+from seqmoe_jax.models import block
+from seqmoe_jax.models.layers import mask_inactive
+from seqmoe_jax.models.mixers import State
 from seqmoe_jax.models.spec import LayerSpec, MoESpec
-from seqmoe_jax.models.weights import DenseWeights, LayerWeights, ModelWeights
+from seqmoe_jax.models.weights import LayerWeights, ModelWeights, MoEWeights
 from seqmoe_jax.sampling import SamplingParams
 
 CHUNK = 1024  # most tokens (over all sequences) that pass a layer at once: bounds prefill's workspace
@@ -38,47 +40,44 @@ def block_rows(tokens: int) -> int:
     return 64 if tokens >= 512 else 16
 
 
-@jax.jit
+@partial(jax.jit, static_argnames="scale")
 def embed_chunk(
-    embed: Float[Array, "V H"], tokens: Int[Array, "B T"], start: Int[Array, ""]
+    table: Float[Array, "V H"], tokens: Int[Array, "B T"], start: Int[Array, ""], *, scale: float
 ) -> tuple[Float[Array, "B T H"], Int[Array, "B T"]]:
     """Embeddings of a chunk and the positions of its tokens."""
     positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    return embed[tokens], jnp.broadcast_to(positions, tokens.shape)
+    return block.embed(tokens, table, scale), jnp.broadcast_to(positions, tokens.shape)
 
 
-@partial(jax.jit, static_argnames=("layer", "norm_eps", "config"), donate_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnames=("layer", "config"), donate_argnums=(0, 1, 2))
 def layer_chunk(
     x: Float[Array, "B T H"],
-    kv: KV,
+    state: State,
     cache: SlotCache,
     weights: LayerWeights,
     pool: Shaped[Array, "E n"] | None,
+    tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
     moe_index: Int[Array, ""],
     *,
     layer: LayerSpec,
-    norm_eps: float,
     config: CacheConfig,
-) -> tuple[Float[Array, "B T H"], KV, SlotCache, Int32[Array, " 3"], Int32[Array, " E"]]:
+) -> tuple[Float[Array, "B T H"], State, SlotCache, Int32[Array, " 3"], Int32[Array, " E"]]:
     """One layer over one chunk. Returns the counts (routed, hits, misses) and the tokens each expert got."""
-    normed = rms_norm(x, weights.attention_norm, norm_eps)
-    mixed, kv = attention(normed, kv, positions, weights.attention, layer.attention, norm_eps)
-    x = x + mixed
-    normed = rms_norm(x, weights.mlp_norm, norm_eps)
-    if isinstance(weights.mlp, DenseWeights):
+    x, state = block.mix(x, state, positions, valid, weights, layer)
+    if not isinstance(layer.mlp, MoESpec):
         nothing = jnp.zeros(3, jnp.int32), jnp.zeros(config.experts, jnp.int32)
-        return x + dense_mlp(normed, weights.mlp), kv, cache, *nothing
-    assert isinstance(layer.mlp, MoESpec)
+        return block.dense(x, weights, layer), state, cache, *nothing
+    assert isinstance(weights.mlp, MoEWeights)
     assert pool is not None
-    flat = normed.reshape(-1, x.shape[-1])
-    ids, expert_weights = route(flat, weights.mlp.router, layer.mlp)
+    normed = block.moe_input(x, weights, layer)
+    ids, expert_weights = layer.mlp.router(normed, tokens.reshape(-1), weights.mlp.router)
     ids = mask_inactive(ids, valid.reshape(-1))
     y, cache, counts, tokens_of = moe_prefill(
-        flat, ids, expert_weights, cache, pool, moe_index, config, rows=block_rows(flat.shape[0])
+        normed, ids, expert_weights, cache, pool, moe_index, config, rows=block_rows(normed.shape[0])
     )
-    return x + y.astype(x.dtype).reshape(x.shape), kv, cache, counts, tokens_of
+    return block.moe_output(x, normed, y, weights, layer), state, cache, counts, tokens_of
 
 
 @jax.jit
@@ -104,6 +103,6 @@ def first_token(
     config: StepConfig,
 ) -> tuple[Sequences, StepOutput]:
     """Samples the token after each prompt. `sequences.position` holds the prompts' lengths."""
-    logits = logits_of(last, weights, config.spec)
+    logits = block.logits_of(last, weights, config.spec)
     sequences, token, end = choose(logits, sequences, sampling, end_tokens, sequences.position, config)
     return sequences, StepOutput.pack(token, end, counts)

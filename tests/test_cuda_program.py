@@ -38,9 +38,9 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 from seqmoe_jax.decode import Offload, Sequences, StepConfig, jitted_step
 from seqmoe_jax.experts.cache import CacheConfig, empty_cache
-from seqmoe_jax.loading import _random_weights
-from seqmoe_jax.models.layers import KV
-from seqmoe_jax.models.spec import spec_from_config
+from seqmoe_jax.loading import random_weights
+from seqmoe_jax.models.families import spec_from_config
+from seqmoe_jax.models.mixers.gqa import KV
 from seqmoe_jax.sampling import SamplingConfig, SamplingParams
 from seqmoe_jax.testing import tiny_config
 
@@ -64,7 +64,7 @@ flat = jax.ShapeDtypeStruct((batch,), jnp.int32)
 shape = jax.ShapeDtypeStruct((batch, 2, 256, 32), jnp.bfloat16)
 sequences = Sequences((KV(shape, shape),) * 3, flat, flat, flat, jax.ShapeDtypeStruct((batch,), bool))
 offload = Offload(jax.eval_shape(lambda: empty_cache(cache)), jax.ShapeDtypeStruct((24,), jnp.float32))
-weights = jax.eval_shape(partial(_random_weights, spec=spec, dtype=np.dtype(jnp.bfloat16)), jax.random.key(0))
+weights = jax.eval_shape(partial(random_weights, spec=spec, dtype=np.dtype(jnp.bfloat16)), jax.random.key(0))
 pools = (jax.ShapeDtypeStruct((8, spec.expert_layout.block_elems), spec.expert_layout.storage),) * 3
 sampling = jax.eval_shape(lambda: SamplingParams.of(SamplingConfig(), batch))
 ends = jax.ShapeDtypeStruct((1,), jnp.int32)

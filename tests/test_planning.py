@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import ml_dtypes
+import numpy as np
 import pytest
 
 from seqmoe_jax.errors import ConfigError, ResidencyError
-from seqmoe_jax.models.spec import spec_from_config
+from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.planning import dense_bytes, kv_capacity, least_slots, make_plan, parse_bytes
 from seqmoe_jax.presets import preset_names, preset_path
 from seqmoe_jax.testing import tiny_config, tiny_model
@@ -32,14 +33,14 @@ def test_qwen3_30b_has_the_published_sizes():
     fields = sum(field.nbytes for field in QWEN.expert_layout.fields)
     assert fields == 3 * 768 * 2048 + 288 * 4
     assert 0 <= QWEN.expert_layout.block_bytes - fields < 3 * 2048
-    assert abs(dense_bytes(QWEN, 2) / 2 - 1.543e9) < 0.01e9
+    assert abs(dense_bytes(QWEN, ml_dtypes.bfloat16) / 2 - 1.543e9) < 0.01e9
 
 
 def test_dense_bytes_are_those_of_the_weights():
     import jax
 
     model = tiny_model()
-    assert dense_bytes(model.spec, 4) == sum(leaf.nbytes for leaf in jax.tree.leaves(model.weights))
+    assert dense_bytes(model.spec, np.float32) == sum(leaf.nbytes for leaf in jax.tree.leaves(model.weights))
 
 
 def test_residency_gives_slots():

@@ -31,6 +31,8 @@ class Config:
     down_cols: int = 512
     down_warps: int = 4
     fp8: Fp8Mode = "convert"
+    launches: Literal[1, 2] = 2
+    stream: bool = False
 
     def __post_init__(self) -> None:
         for name in ("up_rows", "up_cols", "up_warps", "down_rows", "down_cols", "down_warps"):

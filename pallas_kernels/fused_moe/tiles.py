@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped, UInt8
 
 from pallas_kernels.fused_moe.config import Fp8Mode
-from pallas_kernels.layout import FP8, ExpertLayout
+from pallas_kernels.layout import FP8, FP8_BLOCK, ExpertLayout
 
 Ref = Any  # Pallas has no public type for references.
 Scalar = Int[Array, ""] | int
@@ -80,11 +82,11 @@ def span(start: Scalar, block: int, size: int) -> Any:
     return pl.ds(start, block)
 
 
-def load(ref: Ref, mask: Bool[Array, "..."] | None) -> Shaped[Array, "..."]:
+def load(ref: Ref, mask: Bool[Array, "..."] | None, **how: Any) -> Shaped[Array, "..."]:
     """A load that reads zeros, and touches no memory, where the mask is false."""
     if mask is None:
-        return plgpu.load(ref)
-    return plgpu.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))
+        return plgpu.load(ref, **how)
+    return plgpu.load(ref, mask=mask, other=jnp.zeros((), ref.dtype), **how)
 
 
 def fp8_values(tile: UInt8[Array, "..."], mode: Fp8Mode) -> Float[Array, "..."]:
@@ -102,29 +104,85 @@ def weight_values(tile: Shaped[Array, "..."], layout: ExpertLayout, name: str) -
     return jax.lax.bitcast_convert_type(tile, jnp.dtype(layout.field(name).dtype))
 
 
-def load_scales(
-    bytes_ref: Ref,
-    slot: Scalar,
-    layout: ExpertLayout,
-    name: str,
-    row_block: Scalar,
-    first: Scalar,
-    count: int,
-) -> Float32[Array, " count"]:
-    """Scales of `count` column blocks from `first` on, of one row of blocks; zeros beyond the last.
+class Bits(NamedTuple):
+    """What is loaded of a part of a matrix, as stored."""
 
-    The float32s lie in an array of bytes: four loads, put together little endian.
+    values: Shaped[Array, "rows ..."]
+    scales: UInt8[Array, "blocks 4"] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """`rows` x `cols` of one matrix of an expert, from (`row`, `col`) on: how the decode kernels read any format.
+
+    Loading is apart from using, so that a program may ask for everything first. The columns of FP8 matrices have
+    two dimensions, blocks of a common scale and positions in them; then `rows` lie in one row of blocks.
     """
-    field = layout.field(f"{name}_scale")
-    per_row = field.shape[1]
-    index = jnp.arange(count, dtype=jnp.int32) + first
-    mask = bound(first, count, per_row)
-    offset = field.offset + 4 * (row_block * per_row + index)
-    word = jnp.zeros((count,), jnp.uint32)
-    for byte in range(4):
-        part = load(bytes_ref.at[slot, offset + byte], mask).astype(jnp.uint32)
-        word = word | (part << (8 * byte))
-    return jax.lax.bitcast_convert_type(word, jnp.float32)
+
+    layout: ExpertLayout
+    name: str
+    row: Int[Array, ""]
+    col: int
+    rows: int
+    cols: int
+
+    @property
+    def columns(self) -> Int[Array, "..."]:
+        """Index of every column."""
+        if self.layout.field(self.name).dtype != FP8:
+            return self.col + jnp.arange(self.cols, dtype=jnp.int32)
+        starts = self.col + FP8_BLOCK * jnp.arange(self.cols // FP8_BLOCK, dtype=jnp.int32)
+        return starts[:, None] + jnp.arange(FP8_BLOCK, dtype=jnp.int32)[None, :]
+
+    @property
+    def inside(self) -> Bool[Array, "..."] | None:
+        """Which columns the matrix has; None for all."""
+        width = self.layout.field(self.name).shape[1]
+        return None if self.col + self.cols <= width else self.columns < width
+
+    def load(
+        self, slots_ref: Ref, slot: Int[Array, ""], *, stream: bool, active: Bool[Array, ""] | None = None
+    ) -> Bits:
+        """The part of the expert in `slot`, zeros beyond the matrix and, without a read, where not `active`."""
+        height, width = self.layout.field(self.name).shape
+        columns, inside = self.columns, self.inside
+        tail = (None,) * columns.ndim
+        rows = self.row + jnp.arange(self.rows, dtype=jnp.int32)
+        index = self.layout.start(self.name) + (rows * width)[:, *tail] + columns[None]
+        masks = [mask[:, *tail] for mask in [bound(self.row, self.rows, height)] if mask is not None]
+        masks += [mask[None] for mask in [inside] if mask is not None] + [mask for mask in [active] if mask is not None]
+        mask = jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), index.shape) if masks else None
+        policy = "evict_first" if stream else None
+        values = load(slots_ref.at[slot, index], mask, eviction_policy=policy)
+        return Bits(values, self._load_scales(slots_ref, slot, active) if columns.ndim == 2 else None)
+
+    def _load_scales(
+        self, slots_ref: Ref, slot: Int[Array, ""], active: Bool[Array, ""] | None
+    ) -> UInt8[Array, "blocks 4"]:
+        """The bytes of the scale of each block: one 32-bit load a block."""
+        field = self.layout.field(f"{self.name}_scale")
+        first, count, per_row = self.col // FP8_BLOCK, self.cols // FP8_BLOCK, field.shape[1]
+        block = first + jnp.arange(count, dtype=jnp.int32)
+        offset = field.offset + 4 * (jax.lax.div(self.row, jnp.int32(FP8_BLOCK)) * per_row + block)
+        index = offset[:, None] + jnp.arange(4, dtype=jnp.int32)[None, :]
+        masks = [mask[:, None] for mask in [bound(first, count, per_row)] if mask is not None]
+        masks += [mask for mask in [active] if mask is not None]
+        mask = jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), index.shape) if masks else None
+        return load(slots_ref.at[slot, index], mask)
+
+    def vector(self, ref: Ref, index: Int[Array, ""]) -> Float32[Array, "..."]:
+        """The elements of row `index` that meet these columns."""
+        value = load(ref.at[index, self.columns], self.inside)
+        return value.astype(jnp.float32)
+
+    def times(self, bits: Bits, vector: Float32[Array, "..."], mode: Fp8Mode) -> Float32[Array, "rows ..."]:
+        """Each element times that of the vector. A scale goes onto the vector: once for all rows."""
+        if bits.scales is None:
+            return weight_values(bits.values, self.layout, self.name).astype(jnp.float32) * vector[None]
+        shifts = 8 * jnp.arange(4, dtype=jnp.uint32)[None, :]
+        words = jnp.sum(bits.scales.astype(jnp.uint32) << shifts, axis=1, dtype=jnp.uint32)
+        scaled = vector * jax.lax.bitcast_convert_type(words, jnp.float32)[:, None]
+        return fp8_values(bits.values, mode).astype(jnp.float32) * scaled[None]
 
 
 def load_scale(

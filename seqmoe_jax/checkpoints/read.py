@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -41,9 +41,9 @@ def read_source(
 
 
 def iter_dense(
-    checkpoint: Checkpoint, names: NameMap, *, dtype: np.dtype | type, workers: int = 4
+    checkpoint: Checkpoint, names: NameMap, *, dtypes: Mapping[str, np.dtype], workers: int = 4
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """`(model name, array in dtype)` for every dense tensor in file order, read `workers` ahead by threads.
+    """`(model name, array in dtypes[model name])` for every dense tensor in file order, read ahead by threads.
 
     A caller that puts each on its device and drops it never holds the dense part twice.
     """
@@ -56,7 +56,7 @@ def iter_dense(
     executor = ThreadPoolExecutor(workers, thread_name_prefix="seqmoe-dense")
     try:
         for name, source in sorted(names.dense.items(), key=place):
-            ahead.append((name, executor.submit(read_source, checkpoint, names, source, dtype)))
+            ahead.append((name, executor.submit(read_source, checkpoint, names, source, dtypes[name])))
             if len(ahead) > workers:
                 first, future = ahead.popleft()
                 yield first, future.result()

@@ -30,15 +30,24 @@ class Fields:
             raise ConfigError(f"{self.where}: field {name!r} is missing; is this a Hugging Face model directory?")
         return default
 
-    def size(self, name: str, default: Any = _MISSING, aliases: tuple[str, ...] = ()) -> int:
-        """A positive integer."""
+    def size(self, name: str, default: Any = _MISSING, aliases: tuple[str, ...] = ()) -> Any:
+        """A positive integer, or the default."""
         value = self._get(name, (int,), default, aliases)
-        if value <= 0:
+        if value is not None and value <= 0:
             raise ConfigError(f"{self.where}: field {name!r} must be positive, got {value}")
         return value
 
-    def number(self, name: str, default: Any = _MISSING) -> float:
-        return float(self._get(name, (int, float), default, ()))
+    def count(self, name: str, default: Any = _MISSING) -> int:
+        """An integer from 0."""
+        value = self._get(name, (int,), default, ())
+        if value < 0:
+            raise ConfigError(f"{self.where}: field {name!r} must not be negative, got {value}")
+        return value
+
+    def number(self, name: str, default: Any = _MISSING) -> Any:
+        """A float, or None where that is the default."""
+        value = self._get(name, (int, float), default, ())
+        return None if value is None else float(value)
 
     def flag(self, name: str, default: Any = _MISSING) -> bool:
         return self._get(name, (bool,), default, ())
@@ -51,6 +60,11 @@ class Fields:
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in value):
             raise ConfigError(f"{self.where}: field {name!r} must be a list of integers, got {value!r}")
         return tuple(value)
+
+    def unsupported(self, name: str, value: Any, supported: tuple[Any, ...]) -> ConfigError:
+        """The error for a field whose value is understood but not supported."""
+        listed = ", ".join(map(repr, supported))
+        return ConfigError(f"{self.where}: {name} {value!r} is not supported; supported: {listed}")
 
     def group(self, name: str) -> Fields:
         """A nested object; an absent one reads as empty."""

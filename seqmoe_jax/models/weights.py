@@ -1,4 +1,7 @@
-"""The dense weights (everything that is not an expert) as pytrees. Matrices are [out, in], as in checkpoints."""
+"""The dense weights (everything that is not an expert) as one pytree. Matrices are [out, in], as in checkpoints.
+
+The weights of each part are declared beside its arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +9,21 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
-
-class AttentionWeights(NamedTuple):
-    """Query, key and value projections are one matrix, rows in that order: one product instead of three."""
-
-    qkv: Float[Array, "NGGD H"]
-    o: Float[Array, "H ND"]
-    q_norm: Float[Array, " D"]
-    k_norm: Float[Array, " D"]
+from seqmoe_jax.models.mixers.base import Weights
+from seqmoe_jax.models.mlp import DenseWeights, SharedWeights
+from seqmoe_jax.models.routers import RouterWeights
 
 
-class DenseWeights(NamedTuple):
-    gate_up: Float[Array, "FF H"]
-    down: Float[Array, "H F"]
-
-
-class RouterWeights(NamedTuple):
-    router: Float[Array, "E H"]
+class MoEWeights(NamedTuple):
+    router: RouterWeights
+    shared: SharedWeights | None
 
 
 class LayerWeights(NamedTuple):
-    attention_norm: Float[Array, " H"]
-    attention: AttentionWeights
-    mlp_norm: Float[Array, " H"]
-    mlp: DenseWeights | RouterWeights
+    input_norm: Float[Array, " H"]
+    mixer: Weights  # what the layer's mixer assembles
+    post_norm: Float[Array, " H"]
+    mlp: DenseWeights | MoEWeights
 
 
 class ModelWeights(NamedTuple):

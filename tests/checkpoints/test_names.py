@@ -16,7 +16,7 @@ from seqmoe_jax.checkpoints.read import iter_dense, read_part, read_source
 from seqmoe_jax.checkpoints.safetensors import Checkpoint, open_checkpoint
 from seqmoe_jax.checkpoints.sources import Source
 from seqmoe_jax.errors import CheckpointError, ConfigError
-from seqmoe_jax.models.spec import spec_from_config
+from seqmoe_jax.models.families import spec_from_config
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -79,7 +79,7 @@ def test_dense_tensors_come_one_by_one_in_the_asked_dtype(tmp_path: Path):
     arrays = tensors()
     checkpoint = saved(tmp_path, arrays)
     names = names_of(spec_from_config(CONFIG), checkpoint.names)
-    dense = dict(iter_dense(checkpoint, names, dtype=ml_dtypes.bfloat16))
+    dense = dict(iter_dense(checkpoint, names, dtypes=dict.fromkeys(names.dense, np.dtype(ml_dtypes.bfloat16))))
     assert dense.keys() == names.dense.keys()
     assert {str(value.dtype) for value in dense.values()} == {"bfloat16"}
     expected = {
@@ -88,10 +88,10 @@ def test_dense_tensors_come_one_by_one_in_the_asked_dtype(tmp_path: Path):
         "final_norm": "model.norm.weight",
         "layers.0.input_norm": "model.layers.0.input_layernorm.weight",
         "layers.2.post_norm": "model.layers.2.post_attention_layernorm.weight",
-        "layers.1.attention.o": "model.layers.1.self_attn.o_proj.weight",
-        "layers.1.attention.k_norm": "model.layers.1.self_attn.k_norm.weight",
+        "layers.1.mixer.o": "model.layers.1.self_attn.o_proj.weight",
+        "layers.1.mixer.k_norm": "model.layers.1.self_attn.k_norm.weight",
         "layers.1.mlp.gate": "model.layers.1.mlp.gate_proj.weight",
-        "layers.2.router": "model.layers.2.mlp.gate.weight",
+        "layers.2.router.weight": "model.layers.2.mlp.gate.weight",
     }
     for ours, theirs in expected.items():
         np.testing.assert_array_equal(dense[ours], arrays[theirs].astype(ml_dtypes.bfloat16))
@@ -189,7 +189,7 @@ def test_transformers_5_field_names():
     del config["num_experts"]
     names = names_of(spec_from_config(config), frozenset())
     assert names.layer_index == (1,)
-    assert names.dense["layers.1.router"].shape == (4, 16)
+    assert names.dense["layers.1.router.weight"].shape == (4, 16)
 
 
 @pytest.mark.slow  # importing torch

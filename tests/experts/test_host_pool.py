@@ -30,7 +30,7 @@ from seqmoe_jax.experts.host_pool import (
     random_host_pool,
     writable_bytes,
 )
-from seqmoe_jax.models.spec import spec_from_config
+from seqmoe_jax.models.families import spec_from_config
 
 LAYERS, EXPERTS, HIDDEN, WIDTH = 3, 4, 256, 192
 BF16 = np.dtype(ml_dtypes.bfloat16)

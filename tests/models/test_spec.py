@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqmoe_jax.errors import ConfigError
-from seqmoe_jax.models.spec import DenseSpec, MoESpec, spec_from_config
+from seqmoe_jax.models.families import spec_from_config
+from seqmoe_jax.models.mlp import DenseSpec
+from seqmoe_jax.models.spec import MoESpec
 from seqmoe_jax.testing import tiny_config
 
 
@@ -30,7 +32,7 @@ def test_dense_layers_are_where_the_file_says():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "t5"}, "model_type 't5' is not supported; supported: qwen3_moe"),
+        ({"model_type": "t5"}, "model_type 't5' is not supported; supported: 'glm4_moe', 'granitemoe'"),
         ({"model_type": None}, "'model_type' is missing"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"hidden_size": "64"}, "'hidden_size' must be int, got '64'"),
@@ -41,7 +43,9 @@ def test_dense_layers_are_where_the_file_says():
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "attention_bias"),
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn'"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_type 'longrope' is not supported; supported: 'default', 'yarn'"),
+        ({"rope_scaling": {"type": "yarn"}}, "'factor' is missing"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 0.5}}, "beta_fast > beta_slow"),
         ({"torch_dtype": "int8"}, "dtype 'int8'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "weight_block_size"),

@@ -1,0 +1,194 @@
+"""What the `config.json` files of most families say in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels.layout import FP8
+from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.models.fields import Fields
+from seqmoe_jax.models.mixers.gqa import GQA
+from seqmoe_jax.models.mlp import DenseSpec, SharedSpec
+from seqmoe_jax.models.naming import Names
+from seqmoe_jax.models.norms import RMSNorm
+from seqmoe_jax.models.rope import Rope, Yarn
+from seqmoe_jax.models.routers import Groups, RouterSpec
+from seqmoe_jax.models.spec import LayerSpec, ModelSpec
+
+FLOATS = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How a `config.json` becomes a `ModelSpec`, and what the checkpoint's tensors are called."""
+
+    spec: Callable[[Fields], ModelSpec]
+    names: Names
+
+
+def only(config: Fields, name: str, value: Any, default: Any) -> None:
+    """Raises `ConfigError` unless the field has the one value that is supported."""
+    found = config.flag(name, default) if isinstance(value, bool) else config.text(name, default)
+    if found != value:
+        raise config.unsupported(name, found, (value,))
+
+
+def rms_norm(config: Fields, default: float = 1e-6) -> RMSNorm:
+    return RMSNorm(eps=config.number("rms_norm_eps", default))
+
+
+def rope(config: Fields, head_dim: int, *, theta: float = 10000.0, part: float = 1.0) -> Rope:
+    """Rotary positions from `rope_parameters` of newer files, or `rope_theta` and `rope_scaling` of older ones.
+
+    `theta` and `part` (the share of a head that turns) are the family's defaults.
+    """
+    group = config.group("rope_parameters")
+    if not group.values:
+        group = config.group("rope_scaling")
+    kind = group.text("rope_type", group.text("type", "default"))
+    theta = group.number("rope_theta", config.number("rope_theta", theta))
+    part = group.number("partial_rotary_factor", config.number("partial_rotary_factor", part))
+    dims = int(head_dim * part)
+    if theta <= 1 or not 0 < dims <= head_dim or dims % 2:
+        raise ConfigError(
+            f"{config.where}: rope_theta {theta} must exceed 1 and partial_rotary_factor {part} give an even number "
+            f"of at most {head_dim} dimensions, got {dims}"
+        )
+    if kind == "default":
+        return Rope(theta=theta, dims=dims)
+    if kind != "yarn":
+        raise group.unsupported("rope_type", kind, ("default", "yarn"))
+    yarn = Yarn(
+        factor=group.number("factor"),
+        original_context=group.size("original_max_position_embeddings", config.size("max_position_embeddings")),
+        beta_fast=group.number("beta_fast", 32.0),
+        beta_slow=group.number("beta_slow", 1.0),
+        truncate=group.flag("truncate", True),
+    )
+    if yarn.factor < 1 or yarn.beta_slow <= 0 or yarn.beta_fast <= yarn.beta_slow:
+        raise ConfigError(f"{group.where}: expected factor >= 1 and beta_fast > beta_slow > 0, got {group.values}")
+    return Rope(theta=theta, dims=dims, yarn=yarn, magnitude=group.number("attention_factor", yarn.magnitude))
+
+
+def gqa(config: Fields, *, theta: float = 10000.0, part: float = 1.0, **options: Any) -> GQA:
+    """Grouped-query attention of the usual fields; `options` are fields of `GQA`."""
+    heads = config.size("num_attention_heads")
+    kv_heads = config.size("num_key_value_heads", heads)
+    head_dim = config.size("head_dim", max(1, config.size("hidden_size") // heads))
+    if heads % kv_heads or head_dim % 2:
+        raise ConfigError(
+            f"{config.where}: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads} "
+            f"and head_dim {head_dim} even"
+        )
+    return GQA(
+        **dict(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            rope=rope(config, head_dim, theta=theta, part=part),
+            scale=head_dim**-0.5,
+            norm=rms_norm(config),
+        )
+        | options
+    )
+
+
+def router(config: Fields, *names: str, **options: Any) -> RouterSpec:
+    """A router of the usual fields. `names` are those that files give the number of experts, `options` fields of
+    `RouterSpec`."""
+    experts = config.size(names[0], aliases=names[1:])
+    top_k = config.size("num_experts_per_tok", aliases=("experts_per_token",))
+    if top_k > experts:
+        raise ConfigError(f"{config.where}: num_experts_per_tok {top_k} exceeds {names[0]} {experts}")
+    return RouterSpec(**dict(experts=experts, top_k=top_k) | options)
+
+
+def sparse_layers(config: Fields) -> tuple[bool, ...]:
+    """Which layers have experts, by `mlp_only_layers` and `decoder_sparse_step` (Qwen)."""
+    dense, step = config.ints("mlp_only_layers", ()), config.size("decoder_sparse_step", 1)
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(config.size("num_hidden_layers")))
+
+
+def sigmoid_router(config: Fields) -> RouterSpec:
+    """DeepSeek-V3's router (arXiv 2412.19437), which others took over."""
+    count, best = config.size("n_group", 1), config.size("topk_group", 1)
+    spec = router(
+        config,
+        *("n_routed_experts", "num_local_experts", "num_experts"),
+        score="sigmoid",
+        correction=True,
+        groups=Groups(count=count, best=best, score="top2") if count > 1 else None,
+        normalize=config.flag("norm_topk_prob", True),
+        eps=1e-20,
+        scale=config.number("routed_scaling_factor", 1.0),
+        rounded=False,
+    )
+    check_groups(config, spec, count, best)
+    return spec
+
+
+def check_groups(config: Fields, spec: RouterSpec, count: int, best: int) -> None:
+    """Raises `ConfigError` where `best` of `count` groups of experts cannot be."""
+    size = spec.experts // count
+    if spec.experts % count or best > count or best * size < spec.top_k or (count > 1 and size < 2):
+        raise ConfigError(
+            f"{config.where}: n_group {count} must divide the {spec.experts} experts into groups of two or more, "
+            f"topk_group {best} of which hold num_experts_per_tok {spec.top_k}"
+        )
+
+
+def shared_expert(config: Fields) -> SharedSpec | None:
+    """DeepSeek's shared experts, which are one MLP that is so many times as wide."""
+    count = config.count("n_shared_experts", 0)
+    width = config.size("moe_intermediate_size") * count
+    return SharedSpec(mlp=DenseSpec(width=width), gated=False) if count else None
+
+
+def dense_mlp(config: Fields) -> DenseSpec:
+    return DenseSpec(width=config.size("intermediate_size"))
+
+
+def model(config: Fields, *, family: str, layers: tuple[LayerSpec, ...], norm: RMSNorm, **options: Any) -> ModelSpec:
+    """The fields that all families share; `options` are fields of `ModelSpec`."""
+    dtype, expert_dtype, block = weight_dtypes(config)
+    return ModelSpec(
+        **dict(
+            family=family,
+            vocab=config.size("vocab_size"),
+            hidden=config.size("hidden_size"),
+            context=config.size("max_position_embeddings"),
+            norm=norm,
+            tied=config.flag("tie_word_embeddings", False),
+            layers=layers,
+            dtype=dtype,
+            expert_dtype=expert_dtype,
+            fp8_block=block,
+        )
+        | options
+    )
+
+
+def weight_dtypes(config: Fields) -> tuple[np.dtype, np.dtype, tuple[int, int] | None]:
+    """(dense dtype, expert dtype, FP8 block) from `torch_dtype`/`dtype` and `quantization_config`."""
+    name = config.text("dtype", config.text("torch_dtype", "bfloat16"))
+    if name not in FLOATS:
+        raise config.unsupported("dtype", name, tuple(FLOATS))
+    dtype = FLOATS[name]
+    quantization = config.group("quantization_config")
+    if not quantization.values:
+        return dtype, dtype, None
+    method, kind = quantization.text("quant_method"), quantization.text("fmt", "e4m3")
+    if method != "fp8":
+        raise quantization.unsupported("quant_method", method, ("fp8",))
+    if kind != "e4m3":
+        raise quantization.unsupported("fmt", kind, ("e4m3",))
+    block = quantization.ints("weight_block_size", (128, 128))
+    if len(block) != 2 or min(block) <= 0:
+        raise ConfigError(f"{quantization.where}.weight_block_size must be two positive integers, got {block}")
+    # Kernels know scales of 128 x 128 blocks; any other block size is dequantised while loading.
+    return dtype, FP8 if block == (128, 128) else dtype, (block[0], block[1])

@@ -1,0 +1,46 @@
+"""GLM-4.5, GLM-4.6 and GLM-4.5-Air."""
+
+from __future__ import annotations
+
+from seqmoe_jax.models.families.common import (
+    Family,
+    dense_mlp,
+    gqa,
+    model,
+    only,
+    rms_norm,
+    shared_expert,
+    sigmoid_router,
+)
+from seqmoe_jax.models.fields import Fields
+from seqmoe_jax.models.naming import CORRECTION, LAYER, SHARED, Names
+from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
+
+
+def glm4_moe(config: Fields) -> ModelSpec:
+    """Half of each head turns; router and shared expert are DeepSeek-V3's; the first layers are dense."""
+    only(config, "hidden_act", "silu", "silu")
+    norm = rms_norm(config, 1e-5)
+    attention = gqa(
+        config,
+        part=0.5,
+        norm=norm,
+        qkv_bias=config.flag("attention_bias", False),
+        qk_norm="head" if config.flag("use_qk_norm", False) else None,
+    )
+    moe = MoESpec(
+        router=sigmoid_router(config),
+        width=config.size("moe_intermediate_size"),
+        shared=shared_expert(config),
+    )
+    first = config.count("first_k_dense_replace", 1)
+    layers = tuple(
+        LayerSpec(norm=norm, mixer=attention, mlp=dense_mlp(config) if i < first else moe)
+        for i in range(config.size("num_hidden_layers"))
+    )
+    return model(config, family="glm4_moe", layers=layers, norm=norm)
+
+
+# What predicts further tokens stands behind the last layer, in the same names.
+IGNORED = ("*.rotary_emb.inv_freq", "model.layers.{layers}.*")
+FAMILY = Family(spec=glm4_moe, names=Names(layer=LAYER | CORRECTION | SHARED, ignored=IGNORED))

@@ -1,0 +1,36 @@
+"""Granite-MoE (Granite 3.0 and 3.1 1B-A400M, 3B-A800M)."""
+
+from __future__ import annotations
+
+from seqmoe_jax.models.families.common import Family, gqa, model, only, rms_norm, router
+from seqmoe_jax.models.fields import Fields
+from seqmoe_jax.models.naming import LAYER, ExpertNames, Names
+from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
+
+
+def granitemoe(config: Fields) -> ModelSpec:
+    """A constant multiplies embeddings, one the residual branches, one the attention scores; one divides the logits."""
+    only(config, "hidden_act", "silu", "silu")
+    only(config, "attention_bias", False, False)
+    norm = rms_norm(config)
+    attention = gqa(config, norm=norm, scale=config.number("attention_multiplier", 1.0))
+    softmax = router(config, "num_local_experts", "num_experts", score="chosen-softmax")
+    moe = MoESpec(router=softmax, width=config.size("intermediate_size"))
+    layer = LayerSpec(norm=norm, mixer=attention, mlp=moe, residual=config.number("residual_multiplier", 1.0))
+    return model(
+        config,
+        family="granitemoe",
+        layers=(layer,) * config.size("num_hidden_layers"),
+        norm=norm,
+        embedding_scale=config.number("embedding_multiplier", 1.0),
+        logits_scale=config.number("logits_scaling", 1.0),
+    )
+
+
+EXPERTS = ExpertNames(
+    fused_gate_up="block_sparse_moe.input_linear.weight", fused_down="block_sparse_moe.output_linear.weight"
+)
+FAMILY = Family(
+    spec=granitemoe,
+    names=Names(layer=LAYER | {"router.weight": "block_sparse_moe.router.layer.weight"}, experts=EXPERTS),
+)

@@ -1,0 +1,24 @@
+"""OLMoE (1B-7B)."""
+
+from __future__ import annotations
+
+from seqmoe_jax.models.families.common import Family, gqa, model, only, rms_norm, router
+from seqmoe_jax.models.fields import Fields
+from seqmoe_jax.models.naming import Names
+from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
+
+
+def olmoe(config: Fields) -> ModelSpec:
+    """Queries and keys normed over their full width, and perhaps clipped."""
+    only(config, "hidden_act", "silu", "silu")
+    only(config, "attention_bias", False, False)
+    norm = rms_norm(config, 1e-5)
+    clip = config.number("clip_qkv", None)
+    attention = gqa(config, norm=norm, qk_norm="full", clip=clip)
+    softmax = router(config, "num_experts", "num_local_experts", normalize=config.flag("norm_topk_prob", False))
+    moe = MoESpec(router=softmax, width=config.size("intermediate_size"))
+    layer = LayerSpec(norm=norm, mixer=attention, mlp=moe)
+    return model(config, family="olmoe", layers=(layer,) * config.size("num_hidden_layers"), norm=norm)
+
+
+FAMILY = Family(spec=olmoe, names=Names())

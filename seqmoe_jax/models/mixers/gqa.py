@@ -1,0 +1,230 @@
+"""Grouped-query softmax attention, over all of the past or a sliding window of it.
+
+Shapes: B sequences, T positions of each, H hidden, N query heads, G key/value heads, R = N / G, D head size,
+C positions that the cache holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from seqmoe_jax.models.layers import einsum, linear
+from seqmoe_jax.models.norms import RMSNorm
+from seqmoe_jax.models.rope import Rope
+from seqmoe_jax.models.tensors import Take, Tensor, Tensors
+
+QUERY_BLOCK = 256  # queries scored at once in prefill: bounds the score matrix to [B, N, 256, C]
+
+
+class KV(NamedTuple):
+    """Keys and values of one layer. With a window, position p lies at p mod C."""
+
+    k: Float[Array, "B G C D"]
+    v: Float[Array, "B G C D"]
+
+
+class GQAWeights(NamedTuple):
+    """Query, key and value projections are one matrix, rows in that order: one product instead of three."""
+
+    qkv: Float[Array, "NGGD H"]
+    o: Float[Array, "H ND"]
+    qkv_bias: Float[Array, " NGGD"] | None
+    o_bias: Float[Array, " H"] | None
+    q_norm: Any  # [D] or [N D] and [D] or [G D], None without norms
+    k_norm: Any
+    sinks: Float[Array, " N"] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GQA:
+    """Attention of `heads` queries over `kv_heads` keys and values.
+
+    scale: of the scores.
+    qk_norm: queries and keys are normed by head, or over the full width of their projection.
+    clip: queries, keys and values are clipped to +-clip after that.
+    window: a position sees itself and the `window - 1` before it; None: all.
+    sinks: a learned score per head joins the softmax and takes its share to nowhere (arXiv 2309.17453).
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    scale: float
+    norm: RMSNorm
+    qk_norm: Literal["head", "full"] | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    clip: float | None = None
+    window: int | None = None
+    sinks: bool = False
+
+    def tensors(self, hidden: int) -> Tensors:
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        rows = {"q": queries, "k": keys, "v": keys}
+        tensors = {name: Tensor(shape=(size, hidden)) for name, size in rows.items()}
+        tensors["o"] = Tensor(shape=(hidden, queries))
+        if self.qkv_bias:
+            tensors |= {f"{name}_bias": Tensor(shape=(size,), init="zeros") for name, size in rows.items()}
+        if self.o_bias:
+            tensors["o_bias"] = Tensor(shape=(hidden,), init="zeros")
+        if self.qk_norm:
+            whole = self.qk_norm == "full"
+            tensors["q_norm"] = self.norm.tensor(queries if whole else self.head_dim)
+            tensors["k_norm"] = self.norm.tensor(keys if whole else self.head_dim)
+        if self.sinks:
+            tensors["sinks"] = Tensor(shape=(self.heads,), init="zeros")
+        return tensors
+
+    def assemble(self, take: Take) -> GQAWeights:
+        return GQAWeights(
+            qkv=take("q", "k", "v"),
+            o=take("o"),
+            qkv_bias=take("q_bias", "k_bias", "v_bias") if self.qkv_bias else None,
+            o_bias=take("o_bias") if self.o_bias else None,
+            q_norm=take("q_norm") if self.qk_norm else None,
+            k_norm=take("k_norm") if self.qk_norm else None,
+            sinks=take("sinks") if self.sinks else None,
+        )
+
+    def init_state(self, batch: int, capacity: int, dtype: np.dtype) -> KV:
+        held = capacity if self.window is None else min(self.window, capacity)
+        shape = (batch, self.kv_heads, held, self.head_dim)
+        return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def workspace_bytes(self, batch: int, length: int, capacity: int) -> int:
+        seen = capacity if self.window is None else min(self.window, capacity) + length
+        return 3 * 4 * self.heads * batch * min(length, QUERY_BLOCK) * seen
+
+    def apply(
+        self,
+        x: Float[Array, "B T H"],
+        state: KV,
+        positions: Int[Array, "B T"],
+        valid: Bool[Array, "B T"],
+        weights: GQAWeights,
+    ) -> tuple[Float[Array, "B T H"], KV]:
+        q, k, v = self._project(x, positions, weights)
+        if self.window is None:
+            # What padding writes lies behind every valid position, so it is masked until a later token overwrites it.
+            # Behind the barrier, or XLA writes once for the cache and once more inside what reads it, and copies it.
+            state = lax.optimization_barrier(_write(state, k, v, positions))
+            out = self._attend_in_blocks(q, state, positions, jnp.arange(state.k.shape[2])[None], weights.sinks)
+        elif x.shape[1] == 1:
+            held = state.k.shape[2]
+            state = lax.optimization_barrier(_write(state, k, v, positions % held))
+            out = self._attend_in_blocks(q, state, positions, _held(positions[:, 0], held), weights.sinks)
+        else:
+            # A chunk may overwrite positions that its own first queries see: read first, then write.
+            past = _held(positions[:, 0] - 1, state.k.shape[2])
+            seen = KV(_append(state.k, k), _append(state.v, v))
+            out = self._attend_in_blocks(q, seen, positions, jnp.concatenate([past, positions], 1), weights.sinks)
+            state = _write_window(state, k, v, positions, valid)
+        return linear(out.reshape(*x.shape[:2], -1), weights.o, weights.o_bias), state
+
+    def _project(
+        self, x: Float[Array, "B T H"], positions: Int[Array, "B T"], weights: GQAWeights
+    ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T G D"], Float[Array, "B T G D"]]:
+        """Queries, keys, values, normed and with their positions."""
+        n, g, d = self.heads, self.kv_heads, self.head_dim
+        q, k, v = jnp.split(linear(x, weights.qkv, weights.qkv_bias), [n * d, (n + g) * d], axis=-1)
+        if self.qk_norm == "full":
+            q, k = self.norm(q, weights.q_norm), self.norm(k, weights.k_norm)
+        if self.clip is not None:
+            q, k, v = (jnp.clip(part, -self.clip, self.clip) for part in (q, k, v))
+        q, k, v = (part.reshape(*x.shape[:2], -1, d) for part in (q, k, v))
+        if self.qk_norm == "head":
+            q, k = self.norm(q, weights.q_norm), self.norm(k, weights.k_norm)
+        return self.rope(q, positions), self.rope(k, positions), v
+
+    def _attend_in_blocks(
+        self,
+        q: Float[Array, "B T N D"],
+        kv: KV,
+        positions: Int[Array, "B T"],
+        key_positions: Int[Array, "#B C"],
+        sinks: Float[Array, " N"] | None,
+    ) -> Float[Array, "B T G R D"]:
+        batch, length, n, d = q.shape
+        q = q.reshape(batch, length, self.kv_heads, n // self.kv_heads, d)
+        if length <= QUERY_BLOCK or length % QUERY_BLOCK:
+            return self._attend(q, kv, positions, key_positions, sinks)
+        blocks = length // QUERY_BLOCK
+        split = q.reshape(batch, blocks, QUERY_BLOCK, *q.shape[2:]).swapaxes(0, 1)
+        where = positions.reshape(batch, blocks, QUERY_BLOCK).swapaxes(0, 1)
+        out = lax.map(lambda block: self._attend(block[0], kv, block[1], key_positions, sinks), (split, where))
+        return out.swapaxes(0, 1).reshape(q.shape)
+
+    def _attend(
+        self,
+        q: Float[Array, "B T G R D"],
+        kv: KV,
+        positions: Int[Array, "B T"],
+        key_positions: Int[Array, "#B C"],
+        sinks: Float[Array, " N"] | None,
+    ) -> Float[Array, "B T G R D"]:
+        """Causal softmax attention over everything in `kv`; later positions, and negative (empty) ones, are masked."""
+        # Keys on the left: the other way XLA:CPU transposes the cache, and for that writes it twice.
+        scores = einsum("bgcd,btgrd->bgcrt", kv.k, q).transpose(0, 1, 3, 4, 2) * self.scale
+        key, query = key_positions[:, None, None, None, :], positions[:, None, None, :, None]
+        visible = key <= query
+        if self.window is not None:
+            visible &= (key >= 0) & (key > query - self.window)
+        weights = _softmax(jnp.where(visible, scores, -jnp.inf), sinks).astype(q.dtype)
+        return einsum("bgrtc,bgcd->btgrd", weights, kv.v).astype(q.dtype)
+
+
+def _softmax(scores: Float32[Array, "B G R T C"], sinks: Float[Array, " N"] | None) -> Float32[Array, "B G R T C"]:
+    """Softmax over the last axis, with one more score per head that takes its share away."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    sink = sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
+    peak = jnp.maximum(scores.max(axis=-1, keepdims=True), sink)
+    powers = jnp.exp(scores - peak)
+    return powers / (powers.sum(axis=-1, keepdims=True) + jnp.exp(sink - peak))
+
+
+def _held(last: Int[Array, " B"], held: int) -> Int[Array, "B C"]:
+    """The position at each place of a window's cache after position `last`; negative where there is nothing yet."""
+    return last[:, None] - (last[:, None] - jnp.arange(held)) % held
+
+
+def _write(kv: KV, k: Float[Array, "B T G D"], v: Float[Array, "B T G D"], places: Int[Array, "B T"]) -> KV:
+    """New keys and values into the cache, in place under donation. Places of a row are consecutive."""
+    if k.shape[0] == 1:
+        start = (0, 0, places[0, 0], 0)
+        return KV(
+            lax.dynamic_update_slice(kv.k, k.swapaxes(1, 2).astype(kv.k.dtype), start),
+            lax.dynamic_update_slice(kv.v, v.swapaxes(1, 2).astype(kv.v.dtype), start),
+        )
+    rows = jnp.arange(k.shape[0])[:, None]
+    return KV(kv.k.at[rows, :, places].set(k.astype(kv.k.dtype)), kv.v.at[rows, :, places].set(v.astype(kv.v.dtype)))
+
+
+def _append(held: Float[Array, "B G C D"], new: Float[Array, "B T G D"]) -> Float[Array, "B G CT D"]:
+    return jnp.concatenate([held, new.swapaxes(1, 2).astype(held.dtype)], axis=2)
+
+
+def _write_window(
+    kv: KV,
+    k: Float[Array, "B T G D"],
+    v: Float[Array, "B T G D"],
+    positions: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+) -> KV:
+    """A chunk into a window's cache: every place gets the last valid position that belongs there."""
+    first = positions[:, :1]
+    index = _held(first[:, 0] + valid.sum(axis=1) - 1, kv.k.shape[2]) - first
+
+    def place(old: Float[Array, "B G C D"], new: Float[Array, "B T G D"]) -> Float[Array, "B G C D"]:
+        rows = jnp.take_along_axis(new, jnp.clip(index, 0, new.shape[1] - 1)[:, :, None, None], axis=1)
+        return jnp.where(index[:, None, :, None] >= 0, rows.swapaxes(1, 2).astype(old.dtype), old)
+
+    return KV(place(kv.k, k), place(kv.v, v))

@@ -1,0 +1,48 @@
+"""What a family calls its tensors, as data. Names of ours are those of `ModelSpec.tensors` and of the expert layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MODEL = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": "lm_head.weight"}
+
+# What most families call the parts of a layer, below `model.layers.{index}.`.
+LAYER = {
+    "input_norm": "input_layernorm.weight",
+    "post_norm": "post_attention_layernorm.weight",
+    **{f"mixer.{name}": f"self_attn.{name}_proj.weight" for name in "qkvo"},
+    **{f"mixer.{name}_bias": f"self_attn.{name}_proj.bias" for name in "qkvo"},
+    "mixer.q_norm": "self_attn.q_norm.weight",
+    "mixer.k_norm": "self_attn.k_norm.weight",
+    "router.weight": "mlp.gate.weight",
+    **{f"mlp.{name}": f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
+}
+
+
+# What some families call what they have in addition.
+CORRECTION = {"router.correction": "mlp.gate.e_score_correction_bias"}
+SHARED = {f"shared.{name}": f"mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertNames:
+    """Names of experts' tensors below a layer: one per expert and matrix (`{expert}`), and where a checkpoint may have
+    them so, fused over experts: gate and up `[E, 2F, H]` in that order, and down `[E, H, F]`."""
+
+    gate: str = "mlp.experts.{expert}.gate_proj.weight"
+    up: str = "mlp.experts.{expert}.up_proj.weight"
+    down: str = "mlp.experts.{expert}.down_proj.weight"
+    fused_gate_up: str = "mlp.experts.gate_up_proj"
+    fused_down: str = "mlp.experts.down_proj"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """Names of a family. `ignored` are patterns of tensors that the model has no use for; `{layers}` is their count."""
+
+    model: Mapping[str, str] = field(default_factory=lambda: MODEL)
+    layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
+    prefix: str = "model.layers.{index}."
+    experts: ExpertNames = ExpertNames()
+    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)

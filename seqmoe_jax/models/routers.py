@@ -1,0 +1,106 @@
+"""Routers: which K of E experts a token goes to, and with which weights.
+
+All kinds score every expert, choose by score (or by score plus a learned correction, within the best groups), and
+weigh by the score alone. The lowest index wins among equal scores. T tokens, H hidden, E experts, K active.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int
+
+from seqmoe_jax.models.layers import einsum
+from seqmoe_jax.models.tensors import FLOAT32, Take, Tensor, Tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Experts are chosen from the `best` of `count` equal groups; a group counts as much as its best expert, or as
+    the sum of its best two."""
+
+    count: int
+    best: int
+    score: Literal["max", "top2"]
+
+
+class RouterWeights(NamedTuple):
+    weight: Float[Array, "E H"]
+    bias: Float[Array, " E"] | None = None
+    correction: Float32[Array, " E"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """How tokens are routed.
+
+    score: "softmax" or "sigmoid" of the logits over all experts, or "chosen-softmax": the softmax over the logits of
+        the chosen experts alone.
+    bias: the logits have one.
+    correction: a learned value per expert is added to its score for choosing, not for weighing (arXiv 2408.15664).
+    normalize: weights are divided by their sum plus `eps`, then multiplied by `scale`.
+    rounded: weights pass through the activations' dtype, as the reference implementation has it.
+    """
+
+    experts: int
+    top_k: int
+    score: Literal["softmax", "sigmoid", "chosen-softmax"] = "softmax"
+    bias: bool = False
+    correction: bool = False
+    groups: Groups | None = None
+    normalize: bool = False
+    eps: float = 0.0
+    scale: float = 1.0
+    rounded: bool = True
+
+    def tensors(self, hidden: int) -> Tensors:
+        tensors = {"weight": Tensor(shape=(self.experts, hidden))}
+        if self.bias:
+            tensors["bias"] = Tensor(shape=(self.experts,), init="zeros")
+        if self.correction:
+            tensors["correction"] = Tensor(shape=(self.experts,), init="zeros", dtype=FLOAT32)
+        return tensors
+
+    def assemble(self, take: Take) -> RouterWeights:
+        return RouterWeights(
+            weight=take("weight"),
+            bias=take("bias") if self.bias else None,
+            correction=take("correction") if self.correction else None,
+        )
+
+    def __call__(
+        self, x: Float[Array, "T H"], tokens: Int[Array, " T"], weights: RouterWeights
+    ) -> tuple[Int[Array, "T K"], Float32[Array, "T K"]]:
+        """Expert ids and their weights. `tokens` are the tokens' ids, for routers that look experts up by them."""
+        logits = einsum("th,eh->te", x, weights.weight)
+        if weights.bias is not None:
+            logits = logits + weights.bias.astype(jnp.float32)
+        match self.score:
+            case "softmax":
+                scores = jax.nn.softmax(logits, axis=-1)
+            case "sigmoid":
+                scores = jax.nn.sigmoid(logits)
+            case "chosen-softmax":
+                scores = logits
+        choice = scores if weights.correction is None else scores + weights.correction
+        _, ids = lax.top_k(choice if self.groups is None else _of_best_groups(choice, self.groups), self.top_k)
+        chosen = jnp.take_along_axis(scores, ids, axis=-1)
+        if self.score == "chosen-softmax":
+            chosen = jax.nn.softmax(chosen, axis=-1)
+        if self.normalize:
+            chosen = chosen / (chosen.sum(axis=-1, keepdims=True) + self.eps)
+        chosen = chosen * self.scale
+        return ids, chosen.astype(x.dtype).astype(jnp.float32) if self.rounded else chosen
+
+
+def _of_best_groups(choice: Float32[Array, "T E"], groups: Groups) -> Float32[Array, "T E"]:
+    """Minus infinity for experts outside the best groups."""
+    grouped = choice.reshape(choice.shape[0], groups.count, -1)
+    best = lax.top_k(grouped, 1 if groups.score == "max" else 2)[0].sum(axis=-1)
+    _, kept = lax.top_k(best, groups.best)
+    inside = (kept[:, :, None] == jnp.arange(groups.count)).any(axis=1)
+    return jnp.where(inside[:, :, None], grouped, -jnp.inf).reshape(choice.shape)

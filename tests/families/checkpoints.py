@@ -1,0 +1,117 @@
+"""Tiny random checkpoints of every family, as transformers writes them, and what transformers makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+transformers.utils.logging.disable_progress_bar()
+
+PROMPT = [(37 * i + 11) % 256 for i in range(50)]
+NEW = 48
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "num_hidden_layers": 2,
+    "num_experts_per_tok": 3,
+}
+
+
+def default_rope(theta: float = 1e6, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta} | more}
+
+
+# model_type -> (class, what its config says beyond COMMON): small, and every branch of the family in use.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": (
+        "Mixtral",
+        dict(intermediate_size=48, num_key_value_heads=2, num_local_experts=8, sliding_window=20, **default_rope()),
+    ),
+    "olmoe": (
+        "Olmoe",
+        dict(intermediate_size=32, num_key_value_heads=2, num_experts=8, norm_topk_prob=False, clip_qkv=0.5),
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        dict(intermediate_size=96, moe_intermediate_size=32, shared_expert_intermediate_size=48,
+             num_key_value_heads=2, num_experts=8, norm_topk_prob=False, mlp_only_layers=[1], qkv_bias=True),
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        dict(intermediate_size=96, moe_intermediate_size=32, num_key_value_heads=2, head_dim=32,
+             n_routed_experts=8, n_shared_experts=2, first_k_dense_replace=1, n_group=4, topk_group=2,
+             routed_scaling_factor=2.5, use_qk_norm=True, attention_bias=True, num_mtp_layers=0,
+             **default_rope(partial_rotary_factor=0.5)),
+    ),
+    "granitemoe": (
+        "GraniteMoe",
+        dict(intermediate_size=32, num_key_value_heads=2, num_local_experts=8, embedding_multiplier=12.0,
+             logits_scaling=6.0, residual_multiplier=0.22, attention_multiplier=0.0625, tie_word_embeddings=True),
+    ),
+    # Its own test is test_parity.py; here with YaRN.
+    "qwen3_moe": (
+        "Qwen3Moe",
+        dict(intermediate_size=96, moe_intermediate_size=32, num_key_value_heads=2, head_dim=32, num_experts=8,
+             norm_topk_prob=True,
+             rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                              "original_max_position_embeddings": 64}),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A checkpoint and what transformers, in float32, makes of `PROMPT`."""
+
+    directory: Path
+    tokens: list[int]  # the prompt and NEW greedy ones
+    logits: np.ndarray  # [len(tokens), V]
+
+
+def make(family: str, directory: Path) -> Reference:
+    """Writes a checkpoint of bfloat16 weights and runs it."""
+    name, changes = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**COMMON | changes, eos_token_id=None, pad_token_id=None)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    randomize(model)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    return run(name, directory)
+
+
+def run(name: str, directory: Path) -> Reference:
+    oracle = getattr(transformers, f"{name}ForCausalLM").from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    with torch.no_grad():
+        tokens = oracle.eval().generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        logits = oracle(tokens).logits[0].numpy()
+    return Reference(directory=directory, tokens=tokens[0].tolist(), logits=logits)
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Weights far from the initial state, in which biases are zero, norms one, routers flat."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" in name or not tensor.dtype.is_floating_point:
+                continue
+            noise = torch.randn(tensor.shape, generator=generator)
+            if "norm" in name:
+                value = 1 + 0.2 * noise
+            elif name.endswith("correction_bias"):
+                value = 0.2 * noise
+            elif name.endswith(("bias", "sinks")):
+                value = 0.5 * noise
+            elif name.endswith("embed_tokens.weight"):
+                value = noise
+            else:
+                value = 1.5 * tensor.shape[-1] ** -0.5 * noise
+            tensor.copy_(value)

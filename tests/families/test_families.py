@@ -1,0 +1,76 @@
+"""Every family gives the tokens and logits of transformers in float32, with most experts outside the slots."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from checkpoints import FAMILIES, NEW, PROMPT, make
+
+from seqmoe_jax.decode import StepOutput, choose, forward
+from seqmoe_jax.engine import TokenEngine
+from seqmoe_jax.loading import load_model
+
+
+@partial(jax.jit, static_argnames="config", donate_argnums=(0, 1))
+def step_with_logits(sequences, offload, weights, pools, sampling, end_tokens, *, config):
+    """A decode step that also gives its logits."""
+    logits, sequences, offload, counts = forward(sequences, offload, weights, pools, config=config)
+    sequences, token, end = choose(logits, sequences, sampling, end_tokens, sequences.position + 1, config)
+    return sequences, offload, StepOutput.pack(token, end, counts), logits
+
+
+class RecordingEngine(TokenEngine):
+    """An engine that keeps the logits of every decode step, [1, V] each."""
+
+    def _program(self, key, what, function, *args, **static):
+        if key[0] != "step":
+            return super()._program(key, what, function, *args, **static)
+        program = super()._program(key, what, step_with_logits, *args, **static)
+        self.logits = []
+
+        def recording(*args):
+            *state, logits = program(*args)
+            self.logits.append(logits)
+            return state
+
+        return recording
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def case(request, tmp_path_factory):
+    """(our model, the reference)."""
+    reference = make(request.param, tmp_path_factory.mktemp(request.param))
+    return load_model(reference.directory)[0], reference
+
+
+@pytest.fixture(autouse=True)
+def chunks_shorter_than_the_prompt(monkeypatch):
+    monkeypatch.setattr("seqmoe_jax.prefill.CHUNK", 32)
+
+
+def generate(engine):
+    return [event.token for event in engine.run([PROMPT], max_new_tokens=NEW)]
+
+
+def test_tokens_and_logits_are_those_of_transformers(case):
+    model, reference = case
+    engine = RecordingEngine(model, policy="lru", residency=0.4)
+    assert generate(engine) == reference.tokens[len(PROMPT) :]
+    assert engine.last_stats.hit_rate < 1
+    expected = reference.logits[len(PROMPT) : -1]
+    np.testing.assert_allclose(np.concatenate(engine.logits)[: len(expected)], expected, atol=1e-4)
+
+
+@pytest.mark.slow  # one more compilation of everything for every family
+def test_tokens_at_full_load_are_those_of_transformers(case):
+    model, reference = case
+    engine = TokenEngine(model, policy="full")
+    assert generate(engine) == reference.tokens[len(PROMPT) :]
+    assert engine.last_stats.hit_rate == 1
