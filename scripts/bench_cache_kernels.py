@@ -1,27 +1,38 @@
 """Check `slot_update` and `miss_load` against their references on a GPU, and time them as a decode step uses them.
 
-python scripts/bench_cache_kernels.py --out cache_kernels.json
+    python scripts/bench_cache_kernels.py --minutes 1.5 --out cache_kernels.json [--sweep]
+
+Programs are compiled in threads and timed one by one. Each chains the layers of one step; steps follow each other
+without a wait, on a donated state.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import json
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.backend import Implementation, resolve
 from pallas_kernels.miss_load import miss_load
-from pallas_kernels.slot_update import SlotState, SlotTables, slot_update
+from pallas_kernels.miss_load.gpu import Config, miss_load_gpu
+from pallas_kernels.slot_update import Rule, SlotState, SlotTables, slot_update
 
 SIZES = {"qwen3-30b-a3b at 45 %": (48, 128, 2765, 8), "gpt-oss-20b at 45 %": (24, 32, 345, 4)}  # L, E, S, K
 
@@ -41,29 +52,33 @@ def random_tables(rng: np.random.Generator, keys: int, slots: int, engine: bool)
 
 def check_slot_update(implementation: Implementation, trials: int) -> int:
     """Random states through both implementations; returns how many were compared, raises at the first difference."""
-    compared = 0
-    for layers, experts, slots, active in SIZES.values():
-        for rule in ("lru", "lfu", "scored"):
-            for engine in (False, True):
-                for ids_per_call in (active, 64):
-                    rng = np.random.default_rng(0)
-                    key_score = jnp.asarray(rng.integers(0, 9, layers * experts), jnp.int32)
-                    call = partial(slot_update, num_experts=experts, rule=rule)
-                    ours, expected = (jax.jit(partial(call, implementation=name)) for name in (implementation, "xla"))
-                    for trial in range(trials):
-                        tables, landed = random_tables(rng, layers * experts, slots, engine)
-                        ids = jnp.asarray(rng.integers(-1, experts, ids_per_call), jnp.int32)
-                        extra: dict[str, Any] = {
-                            "first_key": jnp.int32(trial % layers * experts),
-                            "clock": jnp.int32(50),
-                            "key_score": key_score,
-                            "landed": landed if engine else None,
-                        }
-                        both = (jax.tree.leaves(f(tables, ids, **extra)) for f in (ours, expected))
-                        for a, b in zip(*both, strict=True):
-                            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-                        compared += 1
-    return compared
+
+    def check(case: tuple[int, Rule, bool]) -> int:
+        index, rule, engine = case
+        layers, experts, slots, active = list(SIZES.values())[index % len(SIZES)]
+        ids_per_call = active if index % 4 < 2 else 64
+        rng = np.random.default_rng(index)
+        key_score = jnp.asarray(rng.integers(0, 9, layers * experts), jnp.int32)
+        call = partial(slot_update, num_experts=experts, rule=rule)
+        ours, expected = (jax.jit(partial(call, implementation=name)) for name in (implementation, "xla"))
+        for trial in range(trials):
+            tables, landed = random_tables(rng, layers * experts, slots, engine)
+            ids = jnp.asarray(rng.integers(-1, experts, ids_per_call), jnp.int32)
+            extra: dict[str, Any] = {
+                "first_key": jnp.int32(trial % layers * experts),
+                "clock": jnp.int32(50),
+                "key_score": key_score,
+                "landed": landed if engine else None,
+            }
+            both = (jax.tree.leaves(f(tables, ids, **extra)) for f in (ours, expected))
+            for a, b in zip(*both, strict=True):
+                np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        return trials
+
+    # Every rule with and without an engine, at one size and number of ids each: a compilation takes seconds.
+    cases = [(i, rule, engine) for i, (rule, engine) in enumerate(itertools.product(get_args(Rule), (False, True)))]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        return sum(pool.map(check, cases))
 
 
 def pinned(x: np.ndarray) -> Array:
@@ -91,65 +106,122 @@ def check_miss_load(implementation: Implementation) -> int:
     return compared
 
 
-def median_us(step: Callable[..., Any], state: Any, *args: Any, calls: int, rounds: int = 15) -> float:
-    """Median time per call, us, of a jitted `step` that chains `calls` of them on a donated state."""
-    state = jax.block_until_ready(step(state, *args))
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        for _ in range(5):
-            state = step(state, *args)
-        jax.block_until_ready(state)
-        times.append((time.perf_counter() - start) / 5 / calls * 1e6)
-    return statistics.median(times)
+@dataclass(kw_only=True)
+class Job:
+    """A program over a donated state, to compile in a thread and time later."""
+
+    labels: dict[str, Any]
+    program: Callable[..., Any]
+    state: Callable[[], Any]  # makes one
+    inputs: tuple[tuple[Any, ...], tuple[Any, ...]]  # of even and of odd runs
+    calls: int  # chained in the program
+
+    def compile(self) -> Any:
+        return jax.jit(self.program, donate_argnums=0).lower(jax.eval_shape(self.state), *self.inputs[0]).compile()
+
+    def measure(self, compiled: Any, rounds: int = 15, in_flight: int = 6) -> float:
+        """Median us per call. Programs follow each other without a wait, as decode steps do."""
+        state, times = self.state(), []
+        for round_ in range(rounds + 1):
+            jax.block_until_ready(state)
+            start = time.perf_counter()
+            for run in range(in_flight):
+                state = compiled(state, *self.inputs[run % 2])
+            jax.block_until_ready(state)
+            if round_:
+                times.append((time.perf_counter() - start) / in_flight / self.calls * 1e6)
+        return statistics.median(times)
 
 
-def time_layers(implementation: Implementation, block_bytes: int, layers: int) -> list[dict[str, Any]]:
-    """us per layer of slot_update alone and with miss_load, at 0, 1 and 4 misses per layer."""
+def run_jobs(jobs: list[Job], deadline: float) -> list[dict[str, Any]]:
+    """Labels of each job with `us`; compiles in threads, times with the threads at rest, stops at the deadline."""
+    with ThreadPoolExecutor(max(1, min(12, (os.cpu_count() or 2) - 3))) as pool:
+        futures = [pool.submit(job.compile) for job in jobs]
+        wait(futures, timeout=max(0.0, deadline - time.monotonic()))
+        pool.shutdown(cancel_futures=True)
     rows = []
-    for name, (all_layers, experts, slots, active) in SIZES.items():
-        pool = pinned(np.ones((experts, block_bytes // 2), jnp.bfloat16))
-        cache_rows = min(slots, 256)  # slots beyond these are never given away here, which saves device memory
-        for engine in (False, True):
-            for misses in (0, 1, min(4, active)):
-                tables, ids = steady_tables(all_layers * experts, slots, cache_rows, layers, experts, active, misses)
-                landed = pinned(np.zeros(slots, np.int32)) if engine else None
-
-                def step(state: Any, pool: Array, ids: Array, landed: Any, load: bool, experts: int = experts) -> Any:
-                    tables, cache, clock, total = state
-                    ids = jnp.where(clock % 2 == 0, ids[0], ids[1])
-                    for layer in range(layers):
-                        tables, _, miss, dst, counts = slot_update(
-                            tables,
-                            ids[layer],
-                            first_key=layer * experts,
-                            num_experts=experts,
-                            rule="lru",
-                            clock=clock,
-                            landed=landed,
-                            implementation=implementation,
-                        )
-                        if load:
-                            cache = miss_load(cache, pool, miss, dst, implementation=implementation)
-                        total = total + counts
-                    return tables, cache, clock + 1, total
-
-                row: dict[str, Any] = {"size": name, "engine": engine}
-                for load in (False, True):
-                    cache = jnp.zeros((cache_rows, block_bytes // 2), jnp.bfloat16)
-                    state = (jax.tree.map(jnp.copy, tables), cache, jnp.int32(2), jnp.zeros(3, jnp.int32))
-                    run = jax.jit(partial(step, load=load), donate_argnums=0)
-                    state = run(state, pool, ids, landed)
-                    counted = np.asarray(state[3])
-                    state = run(state, pool, ids, landed)
-                    row["misses per layer"] = float((np.asarray(state[3]) - counted)[2] / layers)
-                    us = median_us(run, state, pool, ids, landed, calls=layers)
-                    row["slot_update + miss_load us" if load else "slot_update us"] = round(us, 2)
-                extra = row["slot_update + miss_load us"] - row["slot_update us"]
-                moved = row["misses per layer"] * block_bytes
-                row["miss_load GB/s"] = round(moved / extra / 1e3, 1) if moved else None
-                rows.append(row)
+    for job, future in zip(jobs, futures, strict=True):
+        if future.cancelled() or time.monotonic() > deadline + 15:
+            rows.append(job.labels | {"us": None})  # out of time
+        else:
+            rows.append(job.labels | {"us": round(job.measure(future.result()), 2)})
     return rows
+
+
+def layer_jobs(implementation: Implementation, block_bytes: int, layers: int) -> Iterator[Job]:
+    """Layers of slot_update alone and with miss_load, at 0, 1 and 4 misses per layer."""
+    for name, (all_layers, experts, slots, active) in SIZES.items():
+        pool = pinned(np.ones((experts, block_bytes // 2), np.uint16))
+        cache_rows = min(slots, 256)  # slots beyond these are never given away here, which saves device memory
+        for engine, misses, load in itertools.product((False, True), (0, 1, min(4, active)), (False, True)):
+            tables, ids = steady_tables(all_layers * experts, slots, cache_rows, layers, experts, active, misses)
+            landed = pinned(np.zeros(slots, np.int32)) if engine else None
+            update = jax.jit(partial(slot_update, num_experts=experts, rule="lru", implementation=implementation))
+            copy = jax.jit(partial(miss_load, implementation=implementation))
+
+            def program(
+                state: Any, pool: Array, ids: Any, landed: Any, *, load: bool, update: Any, copy: Any, experts: int
+            ) -> Any:
+                tables, cache, clock = state
+                for layer, routed in enumerate(ids):
+                    first = layer * experts
+                    tables, _, miss, dst, _ = update(tables, routed, first_key=first, clock=clock, landed=landed)
+                    if load:
+                        cache = copy(cache, pool, miss, dst)
+                return tables, cache, clock + 1
+
+            def state(tables: SlotTables = tables, cache_rows: int = cache_rows) -> Any:
+                cache = jnp.zeros((cache_rows, block_bytes // 2), jnp.uint16)
+                return jax.tree.map(jnp.copy, tables), cache, jnp.int32(2)
+
+            chain = partial(program, load=load, update=update, copy=copy, experts=experts)
+            labels = {"size": name, "engine": engine, "misses": misses, "miss_load": load}
+            even, odd = ((pool, tuple(group), landed) for group in ids)
+            yield Job(labels=labels, program=chain, state=state, inputs=(even, odd), calls=layers)
+
+
+def link_jobs(layers: int, sweep: bool) -> Iterator[Job]:
+    """miss_load alone, with so many of eight entries in use; the default first, then other divisions."""
+    default = Config()
+    configs = [default]
+    if sweep:
+        grid = itertools.product((8, 16, 32, 64), (8192, 16384, 32768), (4, 8))
+        configs += [Config(programs=n, piece_bytes=size, num_warps=warps) for n, size, warps in grid]
+    for block_bytes, misses in ((4 << 20, 1), (4 << 20, 4), (18_874_368, 1), (18_874_368, 4)):
+        pool = pinned(np.ones((16, block_bytes // 2), np.uint16))
+        rng = np.random.default_rng(misses)
+        plan = []
+        for _ in range(layers):
+            experts, dst = np.full((2, 8), -1, np.int32)
+            experts[:misses], dst[:misses] = rng.permutation(16)[:misses], rng.permutation(24)[:misses]
+            plan.append((jnp.asarray(experts), jnp.asarray(dst)))
+        for config in dict.fromkeys(configs):
+            copy = jax.jit(partial(miss_load_gpu, config=config))
+
+            def program(cache: Array, pool: Array, plan: Any, copy=copy) -> Array:
+                for experts, dst in plan:
+                    cache = copy(cache, pool, experts, dst)
+                return cache
+
+            labels = {"block_bytes": block_bytes, "misses": misses, **dataclasses.asdict(config)}
+            state = partial(jnp.zeros, (24, block_bytes // 2), jnp.uint16)
+            yield Job(labels=labels, program=program, state=state, inputs=((pool, plan),) * 2, calls=layers)
+
+
+def launch_job(layers: int) -> Job:
+    """A kernel of one program that does nothing: what any launch costs."""
+
+    def nothing(x_ref: Any, y_ref: Any) -> None:
+        y_ref[0] = x_ref[0]
+
+    params = plgpu.CompilerParams(num_warps=1, num_stages=1)
+
+    def program(x: Array) -> Array:
+        for _ in range(layers):
+            x = pl.pallas_call(nothing, jax.ShapeDtypeStruct(x.shape, x.dtype), compiler_params=params)(x)
+        return x
+
+    return Job(labels={"launch": "empty"}, program=program, state=partial(jnp.zeros, 8), inputs=((), ()), calls=layers)
 
 
 def steady_tables(
@@ -188,33 +260,48 @@ def steady_tables(
     return tables, jnp.asarray(ids, jnp.int32)
 
 
+def print_table(rows: list[dict[str, Any]]) -> None:
+    columns = list(rows[0])
+    print(" | ".join(columns))
+    for row in rows:
+        print(" | ".join(str(row[column]) for column in columns), flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument("--trials", type=int, default=10, help="random states per configuration")
-    parser.add_argument("--block-bytes", type=int, default=4 << 20, help="bytes of one expert")
+    parser.add_argument("--block-bytes", type=int, default=4 << 20, help="bytes of one expert, beside slot_update")
     parser.add_argument("--layers", type=int, default=24, help="layers chained in one jit")
-    parser.add_argument("--implementation", choices=("xla", "gpu"), default=None)
+    parser.add_argument("--minutes", type=float, default=60, help="stop after about this time and write what there is")
+    parser.add_argument("--sweep", action="store_true", help="also other divisions of the copied experts")
     args = parser.parse_args()
-    implementation = resolve(args.implementation)
+    implementation = resolve(None)
+    if implementation != "gpu":
+        print(f"bench_cache_kernels: needs a GPU, JAX found {jax.default_backend()}", file=sys.stderr)
+        return 2
+    deadline = time.monotonic() + 60 * args.minutes
     report: dict[str, Any] = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
-        "implementation": implementation,
         "slot_update states compared": check_slot_update(implementation, args.trials),
         "miss_load copies compared": check_miss_load(implementation),
-        "rows": time_layers(implementation, args.block_bytes, args.layers),
     }
-    for key, value in report.items():
-        if key != "rows":
-            print(f"{key}: {value}")
-    columns = list(report["rows"][0])
-    print(" | ".join(columns))
-    for row in report["rows"]:
-        print(" | ".join(str(row[column]) for column in columns))
-    if args.out:
-        with open(args.out, "w") as file:
-            json.dump(report, file, indent=1)
+    print(*report.items(), sep="\n")
+    parts = {
+        "launch": [launch_job(args.layers)],
+        "layers": list(layer_jobs(implementation, args.block_bytes, args.layers)),
+        "link": list(link_jobs(args.layers, args.sweep)),
+    }
+    for name, jobs in parts.items():
+        report[name] = run_jobs(jobs, deadline)
+        for row in report[name]:
+            if row["us"] and "block_bytes" in row:
+                row["GB/s"] = round(row["misses"] * row["block_bytes"] / row["us"] / 1e3, 1)
+        print_table(report[name])
+        if args.out:  # after every part: an interrupted run keeps what it has
+            with open(args.out, "w") as file:
+                json.dump(report, file, indent=1)
     return 0
 
 

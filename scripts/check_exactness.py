@@ -21,7 +21,7 @@ from seqmoe_jax.compilation import enable_compilation_cache
 from seqmoe_jax.engine import Model, TokenEngine
 from seqmoe_jax.experts.policy import POLICIES
 from seqmoe_jax.loading import load_model
-from seqmoe_jax.text import FileTokenizer, end_tokens
+from seqmoe_jax.text import end_tokens, open_tokenizer
 
 PROMPTS = (
     "def fibonacci(n):",
@@ -78,7 +78,7 @@ def main() -> int:
     args = parser.parse_args()
     enable_compilation_cache()
     model, directory = load_model(args.model)
-    tokenizer, ends = FileTokenizer(directory), end_tokens(directory)
+    tokenizer, ends = open_tokenizer(directory), end_tokens(directory)
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     options = dict(ends=ends, new=args.max_new_tokens)
     reference = run(model, prompts, policy="full", residency=1.0, **options)

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from pallas_kernels.backend import Implementation
+from seqmoe_jax.checkpoints.resolve import read_config
 from seqmoe_jax.compilation import enable_compilation_cache
-from seqmoe_jax.decode import STOPPED
-from seqmoe_jax.engine import Stats, TokenEngine, TokenEvent
-from seqmoe_jax.errors import PromptError
+from seqmoe_jax.engine import Stats, TokenEngine
+from seqmoe_jax.errors import ConfigError, PromptError
 from seqmoe_jax.experts.policy import Policy
+from seqmoe_jax.generation import Request, Run
 from seqmoe_jax.loading import load_model, random_model
 from seqmoe_jax.planning import Residency, parse_bytes
 from seqmoe_jax.presets import preset_path
 from seqmoe_jax.sampling import SamplingConfig
-from seqmoe_jax.text import ByteTokenizer, FileTokenizer, TextStream, Tokenizer, encode_prompt, end_tokens
+from seqmoe_jax.text import (
+    ByteTokenizer,
+    Chat,
+    Tokenizer,
+    chat_of,
+    encode_prompt,
+    end_tokens,
+    model_sampling,
+    open_tokenizer,
+)
+
+Messages = Sequence[Mapping[str, Any]]  # a conversation: [{"role": "user", "content": "Hello"}]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,19 +38,43 @@ class Generation:
     """What came of one prompt. `tokens` are the new ones, an end token included; `text` leaves that out.
 
     `finish_reason` is "stop" (an end token or a stop string) or "length". `stats` are those of the whole batch.
+    `reasoning` is what a model with channels (GPT-OSS) says before its answer; other models' thoughts are in the text.
     """
 
     text: str
+    reasoning: str
     tokens: list[int]
     finish_reason: str
     stats: Stats
 
 
-class Engine:
-    """A loaded model that generates text. Made by `load`."""
+class GenerateOptions(TypedDict, total=False):
+    """Options of `Engine.generate`, which says what they are."""
 
-    def __init__(self, tokens: TokenEngine, tokenizer: Tokenizer, ends: Sequence[int]):
+    chat_options: Mapping[str, Any] | None
+    max_new_tokens: int
+    sampling: SamplingConfig | Literal["model"] | None
+    stop: Sequence[str]
+
+
+class Engine:
+    """A loaded model that generates text. Made by `load`.
+
+    `defaults` is how the model's makers sample it (`generation_config.json`); `chat` renders conversations, None where
+    the model has no template for them.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenEngine,
+        tokenizer: Tokenizer,
+        ends: Sequence[int],
+        *,
+        chat: Chat | None = None,
+        defaults: SamplingConfig | None = None,
+    ):
         self.tokens, self.tokenizer, self.ends = tokens, tokenizer, tuple(ends)
+        self.chat, self.defaults = chat, defaults or SamplingConfig()
 
     @property
     def stats(self) -> Stats:
@@ -46,110 +82,130 @@ class Engine:
         return self.tokens.last_stats
 
     @overload
-    def generate(
-        self,
-        prompt: str,
-        *,
-        max_new_tokens: int = ...,
-        sampling: SamplingConfig | None = ...,
-        stop: Sequence[str] = ...,
-    ) -> Generation: ...
+    def generate(self, prompt: str, **options: Unpack[GenerateOptions]) -> Generation: ...
     @overload
+    def generate(self, prompt: Sequence[str], **options: Unpack[GenerateOptions]) -> list[Generation]: ...
+    @overload
+    def generate(self, *, messages: Messages, **options: Unpack[GenerateOptions]) -> Generation: ...
+    @overload
+    def generate(self, *, messages: Sequence[Messages], **options: Unpack[GenerateOptions]) -> list[Generation]: ...
     def generate(
         self,
-        prompt: Sequence[str],
+        prompt: str | Sequence[str] | None = None,
         *,
-        max_new_tokens: int = ...,
-        sampling: SamplingConfig | None = ...,
-        stop: Sequence[str] = ...,
-    ) -> list[Generation]: ...
-    def generate(
-        self,
-        prompt: str | Sequence[str],
-        *,
+        messages: Messages | Sequence[Messages] | None = None,
+        chat_options: Mapping[str, Any] | None = None,
         max_new_tokens: int = 128,
-        sampling: SamplingConfig | None = None,
+        sampling: SamplingConfig | Literal["model"] | None = None,
         stop: Sequence[str] = (),
     ) -> Generation | list[Generation]:
         """One prompt in, one `Generation` out; a list in (up to 8, decoded together), a list out.
 
-        Greedy unless `sampling` says otherwise. Raises `PromptError` or `ResidencyError`.
+        Args:
+          prompt: text to continue.
+          messages: instead, a conversation to be answered, `[{"role": "user", "content": ...}]`, or a list of them.
+          chat_options: what the model's chat template takes besides, such as `{"enable_thinking": False}`.
+          max_new_tokens: of each, at most.
+          sampling: None is greedy; "model" is `self.defaults`; prompt b draws with seed + b.
+          stop: texts before which a generation ends.
+
+        Raises `PromptError` or `ResidencyError`.
         """
-        single = isinstance(prompt, str)
-        run = _Run(self, [prompt] if isinstance(prompt, str) else list(prompt), max_new_tokens, sampling, stop)
+        requests, single = self._requests(prompt, messages, chat_options, max_new_tokens, sampling, stop)
+        run = self.run(requests)
         for _ in run:
             pass
-        return run.results()[0] if single else run.results()
+        results = [
+            Generation(text=reply.text, reasoning=reply.reasoning, tokens=tokens, finish_reason=reason,
+                       stats=self.stats)
+            for reply, tokens, reason in zip(run.replies, run.new, run.reasons, strict=True)
+        ]  # fmt: skip
+        return results[0] if single else results
 
     def stream(
         self,
-        prompt: str,
+        prompt: str | None = None,
         *,
+        messages: Messages | None = None,
+        chat_options: Mapping[str, Any] | None = None,
         max_new_tokens: int = 128,
-        sampling: SamplingConfig | None = None,
+        sampling: SamplingConfig | Literal["model"] | None = None,
         stop: Sequence[str] = (),
     ) -> Iterator[str]:
         """The same text as `generate`, in pieces as they are decided."""
-        for _, piece in _Run(self, [prompt], max_new_tokens, sampling, stop):
-            if piece:
-                yield piece
+        requests, _ = self._requests(prompt, messages, chat_options, max_new_tokens, sampling, stop)
+        for piece in self.run(requests):
+            if piece.text:
+                yield piece.text
 
+    def run(self, requests: Sequence[Request]) -> Run:
+        """Requests decoded together, each with its own options; iterate over it for their text as it comes."""
+        return Run(self.tokens, self.tokenizer, self.ends, requests)
 
-class _Run:
-    """One generation: iterates over (sequence, new text) and then has the results."""
-
-    def __init__(
+    def request(
         self,
-        engine: Engine,
-        prompts: list[str],
-        max_new_tokens: int,
-        sampling: SamplingConfig | None,
-        stop: Sequence[str],
-    ):
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: Messages | None = None,
+        chat_options: Mapping[str, Any] | None = None,
+        max_new_tokens: int | None = None,
+        sampling: SamplingConfig | None = None,
+        stop: Sequence[str] = (),
+        index: int = 0,
+    ) -> Request:
+        """One prompt (text or token ids) or conversation, encoded. `max_new_tokens` None: what the context leaves.
+
+        Raises `PromptError`, with `index` to say which of several it was.
+        """
         if isinstance(stop, str) or not all(isinstance(item, str) and item for item in stop):
             raise PromptError(f"stop must be a list of non-empty strings, got {stop!r}")
-        self.engine = engine
-        encoded = [encode_prompt(engine.tokenizer, prompt, index) for index, prompt in enumerate(prompts)]
-        self.streams = [TextStream(tokenizer=engine.tokenizer, stop=tuple(stop)) for _ in prompts]
-        self.new: list[list[int]] = [[] for _ in prompts]
-        self.reasons = ["length"] * len(prompts)
-        self.open = set(range(len(prompts)))
-        self.events = engine.tokens.run(
-            encoded, max_new_tokens=max_new_tokens, sampling=sampling, end_tokens=engine.ends
+        if (prompt is None) == (messages is None):
+            raise PromptError("give either a prompt or messages")
+        chat = None
+        if messages is not None:
+            if (chat := self.chat) is None:
+                raise PromptError("this model has no chat template; give a prompt instead of messages")
+            text = chat.prompt(messages, **(chat_options or {}))
+            tokens = encode_prompt(self.tokenizer, text, index, bare=True)
+        elif isinstance(prompt, Sequence) and not isinstance(prompt, str):
+            tokens = list(prompt)
+        else:
+            tokens = encode_prompt(self.tokenizer, prompt, index)
+        # At least one: a prompt that fills the context is refused where all lengths are.
+        new = max(1, self.tokens.context - len(tokens)) if max_new_tokens is None else max_new_tokens
+        return Request(
+            tokens=tokens, max_new_tokens=new, sampling=sampling or SamplingConfig(), stop=tuple(stop), chat=chat
         )
 
-    def __iter__(self) -> Iterator[tuple[int, str]]:
-        try:
-            for event in self.events:
-                if event.sequence in self.open:
-                    yield event.sequence, self._take(event)
-                if not self.open:
-                    return
-            for index in sorted(self.open):
-                yield index, self.streams[index].close()
-        finally:
-            self.events.close()  # type: ignore[attr-defined]
-
-    def _take(self, event: TokenEvent) -> str:
-        index, stream = event.sequence, self.streams[event.sequence]
-        self.new[index].append(event.token)
-        if event.end == STOPPED:
-            self._finish(index)
-            return stream.close()
-        piece = stream.push(event.token)
-        if stream.finished:
-            self._finish(index)
-        return piece
-
-    def _finish(self, index: int) -> None:
-        self.reasons[index] = "stop"
-        self.open.discard(index)
-
-    def results(self) -> list[Generation]:
-        return [
-            Generation(text=stream.text, tokens=tokens, finish_reason=reason, stats=self.engine.stats)
-            for stream, tokens, reason in zip(self.streams, self.new, self.reasons, strict=True)
+    def _requests(
+        self,
+        prompt: str | Sequence[str] | None,
+        messages: Messages | Sequence[Messages] | None,
+        chat_options: Mapping[str, Any] | None,
+        max_new_tokens: int,
+        sampling: SamplingConfig | Literal["model"] | None,
+        stop: Sequence[str],
+    ) -> tuple[list[Request], bool]:
+        """The requests of a batch, and whether it was not given as one."""
+        if (prompt is None) == (messages is None):
+            raise PromptError("give either a prompt or messages")
+        if sampling == "model":
+            sampling = self.defaults
+        if not isinstance(sampling, SamplingConfig | None):
+            raise ConfigError(f"sampling must be a SamplingConfig, 'model' or None, got {sampling!r}")
+        name, given = ("prompt", prompt) if messages is None else ("messages", messages)
+        if not isinstance(given, Sequence):
+            raise PromptError(f"{name} must be one or a list of them, got {type(given).__name__}")
+        # A conversation is itself a list, of messages.
+        single = isinstance(given, str) or bool(name == "messages" and given and isinstance(given[0], Mapping))
+        each: list[Any] = [given] if single else list(given)
+        drawn = (sampling or SamplingConfig()).spread(len(each))
+        options: dict[str, Any] = dict(chat_options=chat_options, max_new_tokens=max_new_tokens, stop=stop)
+        requests = [
+            self.request(**{name: one}, **options, sampling=draw, index=index)
+            for index, (one, draw) in enumerate(zip(each, drawn, strict=True))
         ]
+        return requests, single
 
 
 def load(
@@ -184,14 +240,18 @@ def load(
     enable_compilation_cache()
     shown = sys.stderr.isatty() if progress is None else progress
     tokenizer: Tokenizer
-    ends: tuple[int, ...]
+    ends: tuple[int, ...] = ()
+    chat = defaults = None
     with _LoadBar(shown, str(model)) as bar:
         if random_weights:
             loaded = random_model(preset_path(str(model)), dtype=dtype, name=str(model), progress=bar)
-            tokenizer, ends = ByteTokenizer(vocab=loaded.spec.vocab), ()
+            tokenizer = ByteTokenizer(vocab=loaded.spec.vocab)
         else:
             loaded, directory = load_model(model, dtype=dtype, progress=bar)
-            tokenizer, ends = FileTokenizer(directory), end_tokens(directory)
+            family = str(read_config(directory)["model_type"])
+            tokenizer = open_tokenizer(directory, family)
+            ends = end_tokens(directory, family)
+            chat, defaults = chat_of(directory, family), model_sampling(directory)
     engine = TokenEngine(
         loaded,
         residency=residency,
@@ -199,37 +259,64 @@ def load(
         policy=policy,
         max_batch=max_batch,
         context=context,
+        vocab=tokenizer.vocab,
         implementation=kernels,
         **({"announce": _say} if shown else {}),
     )
-    return Engine(engine, tokenizer, ends)
+    return Engine(engine, tokenizer, ends, chat=chat, defaults=defaults)
 
 
 @overload
 def generate(model: str | Path, prompt: str, **options: Any) -> Generation: ...
 @overload
 def generate(model: str | Path, prompt: Sequence[str], **options: Any) -> list[Generation]: ...
+@overload
+def generate(model: str | Path, *, messages: Messages, **options: Any) -> Generation: ...
+@overload
+def generate(model: str | Path, *, messages: Sequence[Messages], **options: Any) -> list[Generation]: ...
 def generate(
     model: str | Path,
-    prompt: str | Sequence[str],
+    prompt: str | Sequence[str] | None = None,
     *,
+    messages: Messages | Sequence[Messages] | None = None,
+    chat_options: Mapping[str, Any] | None = None,
     max_new_tokens: int = 128,
     stop: Sequence[str] = (),
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int = 0,
+    sampling: Literal["greedy", "model"] = "greedy",
+    temperature: float | int | None = None,
+    top_k: int | None = None,
+    top_p: float | int | None = None,
+    min_p: float | int | None = None,
+    seed: int | None = None,
     **options: Any,
 ) -> Generation | list[Generation]:
-    """Loads a model, generates once, and lets go of it. `options` are those of `load`.
+    """Loads a model, generates once, and lets go of it. `options` are those of `load`, the rest those of `Engine`.
+
+    `sampling="model"` starts from what the model's `generation_config.json` asks for, "greedy" (the default) from
+    temperature 0; the numbers that are given then replace single ones.
 
     >>> generate("demo", "def fibonacci(n):", max_new_tokens=64, residency=0.45).text  # doctest: +SKIP
     """
-    sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    count = 1 if isinstance(prompt, str) else max(1, len(prompt))
+    given = prompt if messages is None else messages
+    single = not isinstance(given, Sequence) or isinstance(given, str) or any(isinstance(m, Mapping) for m in given)
+    count = 1 if single else max(1, len(given))  # type: ignore[arg-type]
+    numbers = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    SamplingConfig().override(**numbers)  # a fault in them shows before a model is loaded
     engine = load(model, max_batch=options.pop("max_batch", count), **options)
-    return engine.generate(prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop)
+    how: GenerateOptions = dict(
+        chat_options=chat_options,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling_base(sampling, engine.defaults).override(**numbers),
+        stop=stop,
+    )
+    return engine.generate(prompt, messages=messages, **how)  # type: ignore[call-overload]
+
+
+def sampling_base(name: str, defaults: SamplingConfig) -> SamplingConfig:
+    """What single options override: "greedy", or "model", the model's own. Raises `ConfigError`."""
+    if name not in ("greedy", "model"):
+        raise ConfigError(f"sampling must be 'greedy' or 'model', got {name!r}")
+    return defaults if name == "model" else SamplingConfig()
 
 
 class _LoadBar:

@@ -7,12 +7,13 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from seqmoe_jax.bench import command as benchmark
 from seqmoe_jax.errors import ConfigError, SeqMoEError
 
 if TYPE_CHECKING:
+    from seqmoe_jax.api import Engine
     from seqmoe_jax.engine import Stats
 
 
@@ -51,9 +52,28 @@ def _add_trace_commands(commands: argparse._SubParsersAction) -> None:
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_generate)
     add = parser.add_argument
-    add("model", nargs="?", default="demo", help="directory, Hugging Face id, 'demo' (default), or a preset")
+    add_load_arguments(parser)
     add("--prompt", action="append", required=True, help="text to continue; give it again for a batch of up to 8")
+    add("--chat", action="store_true", help="prompts are a user's messages, to be answered by the chat template")
+    add("--system", metavar="TEXT", help="with --chat: the system message before them")
+    add("--chat-option", action="append", default=[], type=_option, metavar="NAME=VALUE",
+        help="with --chat: an option of the template, such as enable_thinking=false; may be repeated")  # fmt: skip
     add("--max-new-tokens", type=int, default=128, metavar="N")
+    add("--sampling", choices=["greedy", "model"], default="greedy",
+        help="what the next five override: greedy (default), or the model's generation_config.json")  # fmt: skip
+    add("--temperature", type=float, help="0 is greedy")
+    add("--top-k", type=int)
+    add("--top-p", type=float)
+    add("--min-p", type=float)
+    add("--seed", type=int)
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    add("--json", action="store_true", help="one JSON object (a list for a batch) instead of streamed text")
+
+
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every command has that loads a model, as `load_engine` reads it."""
+    add = parser.add_argument
+    add("model", nargs="?", default="demo", help="directory, Hugging Face id, 'demo' (default), or a preset")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--residency", type=_residency, metavar="R", help="share of experts with a slot, or 'least'")
     size.add_argument("--device-memory", metavar="SIZE", help="budget instead of a residency, such as 12GiB")
@@ -62,13 +82,34 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--dtype", help="of activations: float32 or bfloat16")
     add("--kernels", choices=["xla", "gpu", "tpu"], help="default: the best this backend has")
     add("--random-weights", action="store_true", help="MODEL is a preset of configs/")
-    add("--temperature", type=float, default=0.0, help="0 (default) is greedy")
-    add("--top-k", type=int, default=0)
-    add("--top-p", type=float, default=1.0)
-    add("--min-p", type=float, default=0.0)
-    add("--seed", type=int, default=0)
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
-    add("--json", action="store_true", help="one JSON object (a list for a batch) instead of streamed text")
+
+
+def load_engine(args: argparse.Namespace, *, max_batch: int, progress: bool | None) -> Engine:
+    from seqmoe_jax.api import load
+
+    return load(
+        args.model,
+        residency=args.residency,
+        device_memory=args.device_memory,
+        policy=args.policy,
+        max_batch=max_batch,
+        context=args.context,
+        dtype=args.dtype,
+        random_weights=args.random_weights,
+        kernels=args.kernels,
+        progress=progress,
+    )
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """`NAME=VALUE`; a value that is JSON (a number, true, ...) is that, any other is text."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def _residency(text: str) -> float | str:
@@ -81,43 +122,42 @@ def _residency(text: str) -> float | str:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from seqmoe_jax.api import load
+    from seqmoe_jax.api import sampling_base
     from seqmoe_jax.sampling import SamplingConfig
 
-    sampling = SamplingConfig(
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed
-    )
+    numbers = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+    SamplingConfig().override(**numbers)  # a fault in them shows before a model is loaded
     if args.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
-    engine = load(
-        args.model,
-        residency=args.residency,
-        device_memory=args.device_memory,
-        policy=args.policy,
-        max_batch=len(args.prompt),
-        context=args.context,
-        dtype=args.dtype,
-        random_weights=args.random_weights,
-        kernels=args.kernels,
-        progress=True if sys.stderr.isatty() or not args.json else None,
-    )
-    options = dict(max_new_tokens=args.max_new_tokens, sampling=sampling, stop=args.stop)
-    if len(args.prompt) == 1 and not args.json:
-        shown = args.prompt[0]  # goes out with the first piece: compilation is announced before that
-        for piece in engine.stream(args.prompt[0], **options):
+    if not args.chat and (args.system is not None or args.chat_option):
+        raise ConfigError("--system and --chat-option are for --chat: add it, or leave them out")
+    progress = True if sys.stderr.isatty() or not args.json else None
+    engine = load_engine(args, max_batch=len(args.prompt), progress=progress)
+    sampling = sampling_base(args.sampling, engine.defaults).override(**numbers)
+    options: dict[str, Any] = dict(max_new_tokens=args.max_new_tokens, sampling=sampling, stop=args.stop)
+    prompts, inputs = args.prompt, dict(prompt=args.prompt)
+    if args.chat:
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        inputs = dict(messages=[[*system, {"role": "user", "content": prompt}] for prompt in prompts])
+        options["chat_options"] = dict(args.chat_option)
+        prompts = [""] * len(prompts)  # an answer stands for itself; a continuation is shown after its prompt
+    if len(prompts) == 1 and not args.json:
+        shown = prompts[0]  # goes out with the first piece: compilation is announced before that
+        for piece in engine.stream(**{name: given[0] for name, given in inputs.items()}, **options):
             print(shown + piece, end="", flush=True)
             shown = ""
         print(shown)
     else:
-        results = engine.generate(args.prompt, **options)
+        results = engine.generate(**inputs, **options)
         if args.json:
             described = [
-                {"text": r.text, "tokens": r.tokens, "finish_reason": r.finish_reason, "stats": r.stats.as_dict()}
+                {"text": r.text, "reasoning": r.reasoning, "tokens": r.tokens, "finish_reason": r.finish_reason,
+                 "stats": r.stats.as_dict()}
                 for r in results
-            ]
+            ]  # fmt: skip
             print(json.dumps(described[0] if len(described) == 1 else described))
         else:
-            for prompt, result in zip(args.prompt, results, strict=True):
+            for prompt, result in zip(prompts, results, strict=True):
                 print(prompt + result.text, end="\n\n")
     if not args.json:
         print(summary(engine.stats), file=sys.stderr)

@@ -31,7 +31,7 @@ from seqmoe_jax.models.mixers import State
 from seqmoe_jax.models.spec import ModelSpec, MoESpec
 from seqmoe_jax.models.weights import ModelWeights, MoEWeights
 from seqmoe_jax.prefetch.plan import PlanConfig, make_plan
-from seqmoe_jax.sampling import SamplingParams, greedy, sample
+from seqmoe_jax.sampling import SamplingParams, greedy, mask_padding, sample
 
 RUNNING, STOPPED, EXHAUSTED = range(3)  # what a step says of a sequence: goes on, end token, length reached
 
@@ -80,6 +80,7 @@ class StepConfig:
     cache: CacheConfig
     forecast: bool  # policy seqmoe: scores follow the forecast
     greedy: bool
+    vocab: int  # of the tokenizer; the output head may have more rows, which must never be drawn
     predictor: PredictorConfig | None = None
     trigger: int | None = None  # MoE layer before which the running step is forecast anew
     plan: PlanConfig | None = None  # None: nothing is prefetched
@@ -114,6 +115,8 @@ def choose(
     config: StepConfig,
 ) -> tuple[Sequences, Int32[Array, " B"], Int32[Array, " B"]]:
     """Samples the tokens that will stand at `position` and says which sequences they end; ended ones stay put."""
+    if config.vocab < config.spec.vocab:
+        logits = mask_padding(logits, config.vocab)
     picked = greedy(logits) if config.greedy else sample(logits, sampling, position)
     token = jnp.where(sequences.done, sequences.token, picked)
     remaining = jnp.where(sequences.done, sequences.remaining, sequences.remaining - 1)

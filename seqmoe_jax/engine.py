@@ -159,6 +159,7 @@ class TokenEngine:
         policy: Policy | str = "seqmoe",
         max_batch: int = 1,
         context: int | None = None,
+        vocab: int | None = None,
         implementation: Implementation | None = None,
         predictor: Predictor | None = None,
         transfers: str = "auto",
@@ -175,7 +176,7 @@ class TokenEngine:
         engine that does it (`seqmoe_jax.experts.engines.base.ENGINES`), `scheduler` the rule that orders its tasks,
         `tasks` how many may be open, `threshold` the least probability of one. `refine` forecasts the running step
         anew at half of its layers. `replay` forces recorded routing on the model.
-
+        `vocab`: the tokenizer's; ids beyond it are never generated. Default: every row of the output head may be.
         Raises `ResidencyError` or `ConfigError` where that cannot work.
         """
         self.model, self.policy, self.announce = model, check_policy(policy), announce
@@ -194,7 +195,7 @@ class TokenEngine:
             implementation=resolve(implementation),
             forecast=0 if predictor is None else predictor.nbytes,
         )
-        self.max_batch = max_batch
+        self.max_batch, self.vocab = max_batch, min(vocab or spec.vocab, spec.vocab)
         everything = self.plan.slots == spec.num_keys
         self.config = CacheConfig(
             layout=spec.expert_layout,
@@ -260,22 +261,27 @@ class TokenEngine:
         self,
         prompts: Sequence[Sequence[int]],
         *,
-        max_new_tokens: int,
-        sampling: SamplingConfig | None = None,
+        max_new_tokens: int | Sequence[int],
+        sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
         end_tokens: Sequence[int] = (),
     ) -> Iterator[TokenEvent]:
         """Token ids in, one event per new token, in the order of steps. `last_stats` is complete when it is exhausted.
 
+        `max_new_tokens` and `sampling` hold for all prompts or are one for each; of a single `sampling`, prompt b
+        draws with seed + b. Greedy and drawn sequences cannot be mixed.
         Closing the iterator ends the generation; steps already dispatched still run.
         Raises `PromptError` for an empty prompt, one longer than the context, or too many.
         """
-        sampling = sampling or SamplingConfig()
-        self._check(prompts, max_new_tokens)
+        count = len(prompts)
+        lengths = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        if sampling is None or isinstance(sampling, SamplingConfig):
+            sampling = (sampling or SamplingConfig()).spread(count)
+        self.check(prompts, lengths)
         with self._lock:
             if self._offload.cache.blocks.is_deleted():
                 # An interrupt fell between a program taking the cache and its result arriving here.
                 self._offload = self._new_offload()
-            yield from self._run(prompts, max_new_tokens, sampling, end_tokens)
+            yield from self._run(prompts, lengths, sampling, end_tokens)
 
     def _new_offload(self) -> Offload:
         """An empty cache, or one that holds what its policy keeps from the start."""
@@ -294,7 +300,8 @@ class TokenEngine:
             self._keep(np.arange(spec.num_keys) < self.plan.slots - least_slots(spec, self.max_batch))
         return self._offload
 
-    def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> None:
+        """Raises what `run` would for these prompts and lengths."""
         spec = self.model.spec
         if not 1 <= len(prompts) <= MAX_BATCH:
             raise PromptError(f"expected 1 to {MAX_BATCH} prompts at once, got {len(prompts)}")
@@ -304,29 +311,33 @@ class TokenEngine:
                 f"{len(prompts)} sequences with K={spec.moe.top_k} need {least} slots, this engine has "
                 f"{self.plan.slots}; load with a higher residency or give fewer prompts"
             )
-        if max_new_tokens < 1:
-            raise PromptError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        for index, prompt in enumerate(prompts):
+        for index, (prompt, new) in enumerate(zip(prompts, max_new_tokens, strict=True)):
+            if new < 1:
+                raise PromptError(f"max_new_tokens must be at least 1, got {new}")
             if not prompt:
                 raise PromptError(f"prompt {index} is empty: give at least one token")
-            if len(prompt) + max_new_tokens > self.context:
+            if len(prompt) + new > self.context:
                 more = f" or load with a context of up to {spec.context}" if self.context < spec.context else ""
                 raise PromptError(
-                    f"prompt {index} has {len(prompt)} tokens and {max_new_tokens} new ones were asked for, "
+                    f"prompt {index} has {len(prompt)} tokens and {new} new ones were asked for, "
                     f"but the context is {self.context}; shorten the prompt, lower max_new_tokens{more}"
                 )
             if not all(0 <= token < spec.vocab for token in prompt):
                 raise PromptError(f"prompt {index} has a token id outside the vocabulary of {spec.vocab}")
 
     def _run(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: SamplingConfig, end_tokens: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: Sequence[int],
+        sampling: Sequence[SamplingConfig],
+        end_tokens: Sequence[int],
     ) -> Iterator[TokenEvent]:
         started, self._compile_s = time.perf_counter(), 0.0
         count = len(prompts)
         batch = 1 << (count - 1).bit_length()  # few batch sizes are compiled; the rest is padding that is done already
         params = jax.device_put(SamplingParams.of(sampling, batch), self.device)
         ends = jax.device_put(np.array(list(end_tokens) or [-1], np.int32), self.device)
-        config = self._step_config(sampling.greedy)
+        config = self._step_config(sampling[0].greedy)
         self._begin(batch)
         prefill, decode = _Counts(), _Counts()
         stats = self.last_stats = Stats(
@@ -355,7 +366,7 @@ class TokenEngine:
             stats.bytes_moved_decoding = stats.experts_loaded_decoding * block + ahead
             stats.compile_s = self._compile_s
 
-        capacity = _capacity(max(map(len, prompts)), max_new_tokens, chunk_length(batch))
+        capacity = _capacity([*map(len, prompts)], max_new_tokens, chunk_length(batch))
         sequences, first = self._prefill(prompts, batch, capacity, max_new_tokens, params, ends, config)
         alive = [True] * count
 
@@ -373,7 +384,7 @@ class TokenEngine:
         engine, predictor = self._transfers, None if self.predictor is None else self.predictor.weights
         constant = (self.model.weights, self.model.pools, params, ends)
         step = self._program(
-            ("step", batch, capacity, sampling.greedy), "the decode step", jitted_step,
+            ("step", batch, capacity, config.greedy), "the decode step", jitted_step,
             sequences, self._offload, *constant, None if engine is None else engine.link(), predictor, self.replay,
             config=config,
         )  # fmt: skip
@@ -388,7 +399,7 @@ class TokenEngine:
                 return
             decode_started, pending, dispatched, before = time.perf_counter(), deque[StepOutput](), 1, stats.new_tokens
             while any(alive):
-                while len(pending) < run_ahead and dispatched < max_new_tokens:
+                while len(pending) < run_ahead and dispatched < max(max_new_tokens):
                     link = None if engine is None else engine.link()
                     sequences, self._offload, output = step(
                         sequences, self._offload, *constant, link, predictor, self.replay
@@ -416,6 +427,7 @@ class TokenEngine:
             cache=config,
             forecast=self.policy == "seqmoe",
             greedy=greedy,
+            vocab=self.vocab,
             predictor=None if predictor is None else predictor.config,
             trigger=config.layers // 2 if predictor is not None and self._refine and config.layers > 1 else None,
             plan=self._plan_config,
@@ -440,7 +452,7 @@ class TokenEngine:
         prompts: Sequence[Sequence[int]],
         batch: int,
         capacity: int,
-        max_new_tokens: int,
+        max_new_tokens: Sequence[int],
         params: SamplingParams,
         ends: Array,
         config: StepConfig,
@@ -449,12 +461,13 @@ class TokenEngine:
         spec, weights = self.model.spec, self.model.weights
         lengths = np.array([len(p) for p in prompts] + [1] * (batch - len(prompts)), np.int32)
         longest, chunk = int(lengths.max()), chunk_length(batch)
+        new = np.array([*max_new_tokens, *[1] * (batch - len(prompts))], np.int32)
         with jax.default_device(self.device):
             sequences = empty_sequences(spec=spec, batch=batch, capacity=capacity, dtype=self.dtype)
         real = np.arange(batch) < len(prompts)
         sequences = sequences._replace(
             position=jax.device_put(lengths, self.device),
-            remaining=jax.device_put(np.full(batch, max_new_tokens, np.int32), self.device),
+            remaining=jax.device_put(new, self.device),
             done=jax.device_put(~real, self.device),
         )
         states, cache = list(sequences.states), self._offload.cache
@@ -532,10 +545,14 @@ class TokenEngine:
         return program
 
 
-def _capacity(longest: int, max_new_tokens: int, chunk: int) -> int:
-    """Positions that a generation needs, the padding of the last chunk of the longest prompt included."""
+def _capacity(prompts: Sequence[int], new: Sequence[int], chunk: int) -> int:
+    """Positions that a generation needs, from the lengths of its prompts and what may follow each.
+
+    The padding of the last chunk of the longest prompt is included.
+    """
+    longest = max(prompts)
     padded_end = (longest - 1) // chunk * chunk + bucket((longest - 1) % chunk + 1)
-    return kv_capacity(max(longest + max_new_tokens, padded_end))
+    return kv_capacity(max(padded_end, *(length + more for length, more in zip(prompts, new, strict=True))))
 
 
 def _available_memory(device: jax.Device, weights: ModelWeights) -> int | None:

@@ -30,3 +30,7 @@ class TraceError(SeqMoEError):
 
 class PredictorError(SeqMoEError):
     """A predictor is missing, damaged, or of another model or shape than what it is used with."""
+
+
+class ServerError(SeqMoEError):
+    """The server cannot take a request now: it is full or shutting down."""

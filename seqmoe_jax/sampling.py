@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -43,6 +44,14 @@ class SamplingConfig:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    def override(self, **given: float | int | None) -> SamplingConfig:
+        """The same with the options that are given, those that are not None. Raises `ConfigError`."""
+        return replace(self, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+    def spread(self, count: int) -> list[SamplingConfig]:
+        """For `count` sequences of one batch, which are to differ: sequence b draws with seed + b."""
+        return [replace(self, seed=(self.seed + b) % 2**32) for b in range(count)]
+
 
 class SamplingParams(NamedTuple):
     """`SamplingConfig` of every sequence as device arrays."""
@@ -54,16 +63,26 @@ class SamplingParams(NamedTuple):
     key: Key[Array, " B"]
 
     @classmethod
-    def of(cls, config: SamplingConfig, batch: int) -> SamplingParams:
-        """One configuration for a whole batch; sequence b draws with seed + b."""
-        seeds = (np.arange(batch) + config.seed).astype(np.uint32)
+    def of(cls, configs: Sequence[SamplingConfig], batch: int) -> SamplingParams:
+        """One configuration per sequence; the rest of `batch` is padding. Raises `ConfigError` for a mixture.
+
+        Greedy and drawn sequences are different programs.
+        """
+        if len({config.greedy for config in configs}) != 1:
+            raise ConfigError("the sequences of one batch must be either all greedy or all drawn")
+        configs = [*configs, *[configs[-1]] * (batch - len(configs))]
         return cls(
-            temperature=jnp.full(batch, config.temperature or 1.0, jnp.float32),
-            top_k=jnp.full(batch, config.top_k, jnp.int32),
-            top_p=jnp.full(batch, config.top_p, jnp.float32),
-            min_p=jnp.full(batch, config.min_p, jnp.float32),
-            key=jax.vmap(jax.random.key)(seeds),
+            temperature=jnp.asarray([config.temperature or 1.0 for config in configs], jnp.float32),
+            top_k=jnp.asarray([config.top_k for config in configs], jnp.int32),
+            top_p=jnp.asarray([config.top_p for config in configs], jnp.float32),
+            min_p=jnp.asarray([config.min_p for config in configs], jnp.float32),
+            key=jax.vmap(jax.random.key)(np.asarray([config.seed for config in configs], np.uint32)),
         )
+
+
+def mask_padding(logits: Float[Array, "B V"], vocab: int) -> Float[Array, "B V"]:
+    """Logits of ids from `vocab` on at -inf: rows of the output head that stand for no token."""
+    return jnp.where(jnp.arange(logits.shape[-1]) < vocab, logits, -jnp.inf)
 
 
 def greedy(logits: Float[Array, "B V"]) -> Int[Array, " B"]:

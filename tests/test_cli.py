@@ -66,10 +66,45 @@ def test_a_batch_gives_a_list(checkpoint, capsys):
     assert [len(item["tokens"]) for item in json.loads(out)] == [2, 2]
 
 
+def test_a_message_is_answered_by_the_template(checkpoint, tmp_path, capsys):
+    copy = tmp_path / "model"
+    shutil.copytree(checkpoint, copy)
+    (copy / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{{ mark }}{% endfor %}")
+    (copy / "generation_config.json").write_text('{"do_sample": true, "temperature": 5.0}')
+    common = ["--max-new-tokens", 4, "--residency", 0.5, "--json"]
+    _, plain, _ = run(capsys, copy, "--prompt", "be kind!hello!", *common)
+    status, chat, _ = run(
+        capsys, copy, "--chat", "--system", "be kind", "--prompt", "hello", "--chat-option", "mark=!", *common
+    )
+    assert status == 0
+    assert json.loads(chat)["tokens"] == json.loads(plain)["tokens"]
+    status, text, _ = run(capsys, copy, "--chat", "--prompt", "hello", "--max-new-tokens", 4, "--residency", 0.5)
+    assert status == 0
+    assert not text.startswith("hello")
+    # Greedy unless asked for; then the numbers given replace single ones of the file.
+    drawn = [
+        json.loads(run(capsys, copy, "--prompt", "be kind!hello!", *common, "--sampling", "model", *more)[1])["tokens"]
+        for more in ([], ["--seed", 1], ["--temperature", 0])
+    ]
+    assert drawn[2] == json.loads(plain)["tokens"]
+    assert len({tuple(tokens) for tokens in drawn}) == 3
+
+
+def test_tokens_beyond_the_vocabulary_of_the_tokenizer_never_come(checkpoint, capsys):
+    """The head of this model has 300 rows, its tokenizer 256 tokens; at this temperature all are as likely."""
+    _, out, _ = run(capsys, checkpoint, "--prompt", "a", "--temperature", 100, "--max-new-tokens", 60,
+                    "--residency", 0.5, "--json")  # fmt: skip
+    tokens = json.loads(out)["tokens"]
+    assert len(tokens) == 60
+    assert max(tokens) < 256
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--prompt", ""], "empty"),
+        (["--prompt", "a", "--chat"], "no chat template"),
+        (["--prompt", "a", "--system", "b"], "--chat"),
         (["--prompt", "x" * 127, "--max-new-tokens", "2"], "context is 128"),
         (["--prompt", "a", "--residency", "1.5"], "(0, 1]"),
         (["--prompt", "a", "--residency", "0.01"], "the least is 2 slots"),

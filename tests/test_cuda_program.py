@@ -66,13 +66,13 @@ sequences = Sequences((KV(shape, shape),) * 3, flat, flat, flat, jax.ShapeDtypeS
 offload = Offload(jax.eval_shape(lambda: empty_cache(cache)), jax.ShapeDtypeStruct((24,), jnp.float32))
 weights = jax.eval_shape(partial(random_weights, spec=spec, dtype=np.dtype(jnp.bfloat16)), jax.random.key(0))
 pools = (jax.ShapeDtypeStruct((8, spec.expert_layout.block_elems), spec.expert_layout.storage),) * 3
-sampling = jax.eval_shape(lambda: SamplingParams.of(SamplingConfig(), batch))
+sampling = jax.eval_shape(lambda: SamplingParams.of([SamplingConfig()], batch))
 ends = jax.ShapeDtypeStruct((1,), jnp.int32)
 abstract = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"))
 with use_abstract_mesh(abstract):
     lowered = jitted_step.lower(
         there(sequences), there(offload), there(weights), there(pools, pinned), there(sampling), there(ends),
-        config=StepConfig(spec=spec, cache=cache, forecast=True, greedy=True))
+        config=StepConfig(spec=spec, cache=cache, forecast=True, greedy=True, vocab=spec.vocab))
 print(spec.expert_layout.block_elems)
 print(lowered.compile().as_text())
 """

@@ -105,7 +105,7 @@ def test_greedy_tokens_are_equal(case, policy, residency):
 def test_logits_are_equal_to_a_ten_thousandth(case):
     model, tokens, expected = case
     engine = TokenEngine(model, policy="lru", residency=0.3)
-    config = StepConfig(spec=model.spec, cache=engine.config, forecast=False, greedy=True)
+    config = StepConfig(spec=model.spec, cache=engine.config, forecast=False, greedy=True, vocab=model.spec.vocab)
     step = jax.jit(lambda s, o: forward(s, o, model.weights, model.pools, config=config))
     sequences = empty_sequences(spec=model.spec, batch=1, capacity=256, dtype=engine.dtype)
     offload = engine._offload

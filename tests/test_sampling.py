@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqmoe_jax.errors import ConfigError
-from seqmoe_jax.sampling import SamplingConfig, SamplingParams, filter_logits, greedy, sample
+from seqmoe_jax.sampling import SamplingConfig, SamplingParams, filter_logits, greedy, mask_padding, sample
 
 VOCAB = 12
 
 
 def kept(logits, **options) -> list[int]:
-    params = SamplingParams.of(SamplingConfig(temperature=1.0, **options), 1)
+    params = SamplingParams.of([SamplingConfig(temperature=1.0, **options)], 1)
     return np.flatnonzero(
         np.isfinite(np.asarray(filter_logits(jnp.asarray([logits], jnp.float32), params))[0])
     ).tolist()
@@ -46,7 +46,7 @@ def test_filters_keep_what_their_definitions_keep(order, top_k, top_p, min_p):
 
 def test_draws_follow_the_softmax():
     logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]]))
-    params = SamplingParams.of(SamplingConfig(temperature=1.0, seed=3), 1)
+    params = SamplingParams.of([SamplingConfig(temperature=1.0, seed=3)], 1)
     draws = jax.vmap(lambda position: sample(logits, params, position[None]))(jnp.arange(4000))
     shares = np.bincount(np.asarray(draws).ravel(), minlength=4) / 4000
     np.testing.assert_allclose(shares, [0.5, 0.3, 0.15, 0.05], atol=0.03)
@@ -54,16 +54,37 @@ def test_draws_follow_the_softmax():
 
 def test_temperature_sharpens():
     logits = jnp.asarray([[1.0, 0.0]])
-    cold = SamplingParams.of(SamplingConfig(temperature=0.05), 1)
+    cold = SamplingParams.of([SamplingConfig(temperature=0.05)], 1)
     assert int(sample(logits, cold, jnp.zeros(1, jnp.int32))[0]) == 0
 
 
 def test_a_draw_depends_on_seed_and_position_not_on_the_batch():
     logits = jnp.tile(jnp.linspace(0, 1, VOCAB)[None], (3, 1))
-    params = SamplingParams.of(SamplingConfig(temperature=2.0, seed=7), 3)
+    params = SamplingParams.of(SamplingConfig(temperature=2.0, seed=7).spread(3), 3)
     together = sample(logits, params, jnp.asarray([4, 5, 6]))
     last = jax.tree.map(lambda leaf: leaf[2:], params)
     assert int(sample(logits[2:], last, jnp.asarray([6]))[0]) == int(together[2])
+
+
+def test_rows_of_the_head_without_a_token_are_never_drawn():
+    logits = mask_padding(jnp.asarray([[1.0, 2.0, 50.0, 60.0]]), 2)
+    assert int(greedy(logits)[0]) == 1
+    params = SamplingParams.of([SamplingConfig(temperature=3.0)], 1)
+    draws = jax.vmap(lambda position: sample(logits, params, position[None]))(jnp.arange(500))
+    assert set(np.asarray(draws).ravel().tolist()) == {0, 1}
+
+
+def test_each_sequence_of_a_batch_has_its_own_options():
+    logits = jnp.tile(jnp.asarray([[0.0, 1.0, 1.1]]), (2, 1))
+    params = SamplingParams.of([SamplingConfig(temperature=1.0, top_k=1), SamplingConfig(temperature=1.0, top_k=2)], 2)
+    assert np.isfinite(np.asarray(filter_logits(logits, params))).sum(axis=1).tolist() == [1, 2]
+    with pytest.raises(ConfigError, match="all greedy or all drawn"):
+        SamplingParams.of([SamplingConfig(), SamplingConfig(temperature=1.0)], 2)
+
+
+def test_only_options_that_are_given_override():
+    base = SamplingConfig(temperature=0.7, top_k=40)
+    assert base.override(temperature=None, top_k=0, seed=3) == SamplingConfig(temperature=0.7, top_k=0, seed=3)
 
 
 def test_greedy_takes_the_lowest_of_equals():

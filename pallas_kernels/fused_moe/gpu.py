@@ -101,8 +101,8 @@ def _down(
     products = []
     for slot, weight, route, tiles_of_slot in zip(slots, weights, routes, loaded, strict=True):
         for part, bits in zip(parts, tiles_of_slot, strict=True):
-            vector = part.vector(h_ref, route)
-            products.append(part.times(bits, jnp.where(slot >= 0, vector * weight, 0.0), config.fp8))
+            vector = part.vector(h_ref, route, active=slot >= 0)
+            products.append(part.times(bits, vector, config.fp8, factor=weight))
     mask = tiles.bound(row, config.down_rows, hidden)
     plgpu.store(out_ref.at[token, pl.ds(row, config.down_rows)], _sum_rows(products), mask=mask)
 
@@ -113,8 +113,9 @@ def _wait(arrived: tiles.Ref, token: Int[Array, ""], count: int) -> None:
     def look(_: Int[Array, ""]) -> Int[Array, ""]:
         return plgpu.load(arrived.at[token], volatile=True)
 
-    jax.lax.while_loop(lambda seen: seen < count, look, jnp.int32(0))
-    plgpu.atomic_add(arrived, (token,), jnp.int32(0))  # acquires what they have released
+    seen = jax.lax.while_loop(lambda seen: seen < count, look, jnp.int32(0))
+    # Acquires what they have released. It adds zero, but a loop of which nothing is used would be taken out.
+    plgpu.atomic_add(arrived, (token,), jnp.minimum(seen, count) - count)
 
 
 def _up_kernel(

@@ -104,6 +104,12 @@ def weight_values(tile: Shaped[Array, "..."], layout: ExpertLayout, name: str) -
     return jax.lax.bitcast_convert_type(tile, jnp.dtype(layout.field(name).dtype))
 
 
+def _all(masks: list[Bool[Array, "..."] | None], shape: tuple[int, ...]) -> Bool[Array, "..."] | None:
+    """Where all masks hold that there are."""
+    given = [mask for mask in masks if mask is not None]
+    return jnp.broadcast_to(functools.reduce(jnp.logical_and, given), shape) if given else None
+
+
 class Bits(NamedTuple):
     """What is loaded of a part of a matrix, as stored."""
 
@@ -149,11 +155,12 @@ class Part:
         tail = (None,) * columns.ndim
         rows = self.row + jnp.arange(self.rows, dtype=jnp.int32)
         index = self.layout.start(self.name) + (rows * width)[:, *tail] + columns[None]
-        masks = [mask[:, *tail] for mask in [bound(self.row, self.rows, height)] if mask is not None]
-        masks += [mask[None] for mask in [inside] if mask is not None] + [mask for mask in [active] if mask is not None]
-        mask = jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), index.shape) if masks else None
-        policy = "evict_first" if stream else None
-        values = load(slots_ref.at[slot, index], mask, eviction_policy=policy)
+        if columns.ndim == 2:
+            # Bytes too are read eight at a time: a thread then has the columns that it has of a 16-bit vector.
+            index = plgpu.max_contiguous(index, (1, 1, 8))
+        below = bound(self.row, self.rows, height)
+        mask = _all([below if below is None else below[:, *tail], inside, active], index.shape)
+        values = load(slots_ref.at[slot, index], mask, eviction_policy="evict_first" if stream else None)
         return Bits(values, self._load_scales(slots_ref, slot, active) if columns.ndim == 2 else None)
 
     def _load_scales(
@@ -165,24 +172,31 @@ class Part:
         block = first + jnp.arange(count, dtype=jnp.int32)
         offset = field.offset + 4 * (jax.lax.div(self.row, jnp.int32(FP8_BLOCK)) * per_row + block)
         index = offset[:, None] + jnp.arange(4, dtype=jnp.int32)[None, :]
-        masks = [mask[:, None] for mask in [bound(first, count, per_row)] if mask is not None]
-        masks += [mask for mask in [active] if mask is not None]
-        mask = jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), index.shape) if masks else None
-        return load(slots_ref.at[slot, index], mask)
+        inside = bound(first, count, per_row)
+        return load(
+            slots_ref.at[slot, index], _all([inside if inside is None else inside[:, None], active], index.shape)
+        )
 
-    def vector(self, ref: Ref, index: Int[Array, ""]) -> Float32[Array, "..."]:
-        """The elements of row `index` that meet these columns."""
-        value = load(ref.at[index, self.columns], self.inside)
+    def vector(
+        self, ref: Ref, index: Int[Array, ""], *, active: Bool[Array, ""] | None = None
+    ) -> Float32[Array, "..."]:
+        """The elements of row `index` that meet these columns; zeros where not `active`."""
+        columns = self.columns
+        value = load(ref.at[index, columns], _all([self.inside, active], columns.shape))
         return value.astype(jnp.float32)
 
-    def times(self, bits: Bits, vector: Float32[Array, "..."], mode: Fp8Mode) -> Float32[Array, "rows ..."]:
-        """Each element times that of the vector. A scale goes onto the vector: once for all rows."""
+    def times(
+        self, bits: Bits, vector: Float32[Array, "..."], mode: Fp8Mode, *, factor: Float32[Array, ""] | None = None
+    ) -> Float32[Array, "rows ..."]:
+        """Each element times that of the vector, times `factor`. What can goes onto the vector: once for all rows."""
         if bits.scales is None:
+            vector = vector if factor is None else vector * factor
             return weight_values(bits.values, self.layout, self.name).astype(jnp.float32) * vector[None]
         shifts = 8 * jnp.arange(4, dtype=jnp.uint32)[None, :]
         words = jnp.sum(bits.scales.astype(jnp.uint32) << shifts, axis=1, dtype=jnp.uint32)
-        scaled = vector * jax.lax.bitcast_convert_type(words, jnp.float32)[:, None]
-        return fp8_values(bits.values, mode).astype(jnp.float32) * scaled[None]
+        scales = jax.lax.bitcast_convert_type(words, jnp.float32)
+        scales = scales if factor is None else scales * factor
+        return fp8_values(bits.values, mode).astype(jnp.float32) * (vector * scales[:, None])[None]
 
 
 def load_scale(

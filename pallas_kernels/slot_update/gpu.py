@@ -103,7 +103,7 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...],
     slots = jnp.arange(pl.next_power_of_2(num_slots), dtype=jnp.int32)
     inside = slots < num_slots
 
-    def wait_for_transfer(answer: Array, expected: Array, fetching: Array, slot_key: Array) -> Array:
+    def wait_for_transfer(answer: Array, expected: Array, fetching: Array, slot_key: Array) -> tuple[Array, Array]:
         # Tell the engine where the step is; if this layer needs what is under way, wait for it. There is at most one.
         flying = fetching & (answer == expected + UNDER_WAY)
         slot = jnp.min(jnp.where(flying, slots, OUTSIDE))
@@ -121,7 +121,7 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...],
         _, last = jax.lax.while_loop(unanswered, read, (jnp.int32(0), awaited + UNDER_WAY))
         misses = num_distinct - num_hits - needed.astype(jnp.int32)
         progress_ref[0] = clock * PROGRESS_UNIT + jnp.minimum(misses, PROGRESS_UNIT - 1)
-        return jnp.where(mine, last, answer)
+        return jnp.where(mine, last, answer), (needed & (last == awaited)).astype(jnp.int32)
 
     if engine:
         # Land, and release this layer's slots at once: their new protection is in `fresh` and `order` below.
@@ -133,7 +133,7 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...],
         waiting = inside & (old_state == SlotState.COMPUTE)
         slot_key = _gather(key_of_slot, slots, fetching | waiting)
         if progress_ref is not None:
-            answer = wait_for_transfer(answer, expected, fetching, slot_key)
+            answer, waited = wait_for_transfer(answer, expected, fetching, slot_key)
         arrived = fetching & (expected > 0) & ((answer == expected) | (answer == -expected))
         fresh = arrived & (answer > 0) & (_gather(slot_of_key, slot_key, arrived) < 0)
         late = arrived & ~fresh
@@ -224,7 +224,8 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...],
     for ref, value in ((slots_of_ids_ref, found), (miss_expert_ref, miss_expert), (miss_slot_ref, miss_slot)):
         _scatter(ref, lanes, value, lanes < num_ids)
     counts_ref[0] = num_distinct
-    counts_ref[1] = num_distinct - num_misses
+    hits = num_distinct - num_misses
+    counts_ref[1] = hits - waited if progress_ref is not None else hits
     counts_ref[2] = num_misses
 
 

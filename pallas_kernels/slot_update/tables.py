@@ -51,4 +51,4 @@ class SlotUpdate(NamedTuple):
     miss_slot: Int[Array, " M"]
     """The slots they are to be loaded into, then -1."""
     counts: Int[Array, " 3"]
-    """Distinct experts routed, hits among them, misses."""
+    """Distinct experts routed, hits among them, misses; the rest was under way and waited for."""

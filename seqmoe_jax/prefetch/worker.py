@@ -222,4 +222,5 @@ def work(board, progress, landed, control, counts, rates, budget, pools, blocks,
                     sent, done, flying, stalled, arrived, began = np.int64(0), np.int64(0), 0, False, np.int64(0), now
                     budget[1] -= 1
                     continue
-        call(nap, (2,))
+        if f_tag == 0 or stalled:
+            call(nap, (2,))  # else it polls: a nap takes 50 us, and the link would run dry

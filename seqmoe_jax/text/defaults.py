@@ -1,0 +1,53 @@
+"""What a model's own files ask of generation: its end tokens and how its makers sample it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from seqmoe_jax.checkpoints.resolve import read_json
+from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.models.fields import Fields
+from seqmoe_jax.sampling import SamplingConfig
+from seqmoe_jax.text import harmony
+
+
+def end_tokens(directory: Path, family: str = "") -> tuple[int, ...]:
+    """`eos_token_id` of `generation_config.json`, else `config.json`: an id, a list, or none. Raises `ConfigError`.
+
+    GPT-OSS (`family` "gpt_oss") also ends where it returns or calls a tool: its first files list only one of these.
+    """
+    ends = harmony.ENDS if family == "gpt_oss" else ()
+    for name in ("generation_config.json", "config.json"):
+        if not (directory / name).is_file():
+            continue
+        value = read_json(directory / name).get("eos_token_id")
+        if value is None:
+            continue
+        values = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
+            raise ConfigError(f"{directory / name}: eos_token_id must be an integer or a list of them, got {value!r}")
+        return (*values, *(token for token in ends if token not in values))
+    return ends
+
+
+def model_sampling(directory: Path) -> SamplingConfig:
+    """How `generation_config.json` says to sample: `temperature`, `top_k`, `top_p`, `min_p` where `do_sample` is true.
+
+    Greedy where the file is missing or says `do_sample` false or nothing. A number that it leaves out has no effect
+    (temperature 1, no filter); transformers would put top_k 50 there. Raises `ConfigError`.
+    """
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return SamplingConfig()
+    fields = Fields(read_json(path), str(path))
+    if not fields.flag("do_sample", False):
+        return SamplingConfig()
+    try:
+        return SamplingConfig(
+            temperature=fields.number("temperature", 1.0),
+            top_k=int(fields.number("top_k", 0)),
+            top_p=fields.number("top_p", 1.0),
+            min_p=fields.number("min_p", 0.0),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None

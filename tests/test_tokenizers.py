@@ -1,0 +1,166 @@
+"""Every tokenizer format gives its text back, knows its special tokens, and says what is wrong with its file."""
+
+import json
+import shutil
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import seqmoe_jax
+from seqmoe_jax.errors import CheckpointError, ConfigError, PromptError
+from seqmoe_jax.text import FileTokenizer, TextStream, encode_prompt, open_tokenizer
+from seqmoe_jax.text import tokenizers as module
+from seqmoe_jax.text.tokenizers import SentencePieceTokenizer, TiktokenTokenizer
+
+DATA = Path(__file__).parent / "data"
+DEMO = Path(seqmoe_jax.__file__).parent / "demo"
+QWEN, O200K = DATA / "qwen3_6-2000.tiktoken", DATA / "o200k_base-2000.tiktoken"
+
+
+@lru_cache
+def harmony_tokenizer():
+    pytest.importorskip("tiktoken")
+    return TiktokenTokenizer(O200K, family="gpt_oss")
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    pytest.importorskip("tiktoken")
+    return TiktokenTokenizer(QWEN, family="qwen3_5_moe")
+
+
+@pytest.fixture(scope="module")
+def o200k():
+    return harmony_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def piece_file(tmp_path_factory):
+    """A sentencepiece model trained here on a few sentences, with bytes for what it does not know."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    directory = tmp_path_factory.mktemp("pieces")
+    corpus = directory / "corpus.txt"
+    corpus.write_text("Once upon a time there was a fox.\nThe quick brown fox jumps over the lazy dog.\n" * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus), model_prefix=str(directory / "tokenizer"), vocab_size=320, model_type="bpe",
+        byte_fallback=True, minloglevel=2, hard_vocab_limit=False,
+    )  # fmt: skip
+    return directory / "tokenizer.model"
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_harmony_gives_the_text_back(text):
+    assert harmony_tokenizer().decode(harmony_tokenizer().encode(text)) == text
+
+
+def test_special_tokens_follow_the_ranks(qwen, o200k):
+    assert qwen.encode("<|im_start|>user\n<|im_end|>")[0] == 2001
+    assert qwen.vocab == 2000 + 33
+    assert [o200k.encode(f"<|{name}|>") for name in ("return", "channel", "start", "call")] == [
+        [2004], [2007], [2008], [2014]
+    ]  # fmt: skip
+    assert o200k.vocab == 2000 + 21  # of the whole file 200,019: <|return|> is 200002
+
+
+def test_special_tokens_are_left_out_of_text_but_thoughts_are_not(qwen):
+    ids = qwen.encode("<|im_start|>assistant\n<think>\nhm</think>\n\nyes<|im_end|>")
+    assert qwen.decode(ids) == "assistant\n<think>\nhm</think>\n\nyes"
+
+
+def test_qwen_normalises_and_keeps_marks_with_letters(qwen):
+    assert qwen.encode("e\u0301") == qwen.encode("\u00e9")
+    older = TiktokenTokenizer(QWEN, family="qwen3_moe")
+    assert older.vocab == 2000 + 26
+    text = "ก็ดี"  # a consonant with a mark
+    assert older.decode(older.encode(text)) == qwen.decode(qwen.encode(text)) == text
+
+
+def test_added_tokens_of_the_configuration_count(tmp_path, o200k):
+    shutil.copy(O200K, tmp_path / "o200k.tiktoken")
+    added = {"2030": {"content": "<extra>", "special": False}, "2031": {"content": "<hidden>", "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    tokenizer = open_tokenizer(tmp_path, "gpt_oss")
+    assert tokenizer.vocab == 2032
+    assert tokenizer.encode("a<extra><hidden>")[1:] == [2030, 2031]
+    assert tokenizer.decode(tokenizer.encode("a<extra><hidden>")) == "a<extra>"
+
+
+def test_a_family_whose_splitting_is_unknown_is_refused(tmp_path):
+    shutil.copy(QWEN, tmp_path / "some.tiktoken")
+    with pytest.raises(ConfigError, match=r"'mixtral'.*tokenizer\.json"):
+        open_tokenizer(tmp_path, "mixtral")
+
+
+def test_damaged_ranks_are_one_line(tmp_path):
+    path = tmp_path / "qwen.tiktoken"
+    for content in (b"not base64 at all\n", QWEN.read_bytes()[:300], b"IQ== x\n"):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"qwen\.tiktoken: expected a tokenizer") as error:
+            open_tokenizer(tmp_path, "qwen3_moe")
+        assert "\n" not in str(error.value)
+
+
+def test_sentencepiece_gives_the_text_back(piece_file):
+    tokenizer = SentencePieceTokenizer(piece_file)
+    for text in ("Once upon a time", "naïve 日本語 🤗", "a  b"):
+        ids = tokenizer.encode(text)
+        assert ids[0] == 1  # BOS
+        assert tokenizer.decode(ids) == " ".join(text.split())
+    assert tokenizer.encode("fox", bare=True) == tokenizer.encode("fox")[1:]
+
+
+def test_sentencepiece_takes_control_tokens_by_name(piece_file, tmp_path):
+    shutil.copy(piece_file, tmp_path / "tokenizer.model")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<tool>": 1000}))
+    tokenizer = open_tokenizer(tmp_path)
+    ids = tokenizer.encode("<s>fox</s><tool>")
+    assert (ids[0], ids[-2], ids[-1]) == (1, 2, 1000)
+    assert tokenizer.decode(ids) == "fox"
+    assert tokenizer.vocab == 1001
+
+
+def test_a_continuation_keeps_the_space_before_its_first_word(piece_file):
+    """Decoded alone, a first sentencepiece word loses its space."""
+    tokenizer = SentencePieceTokenizer(piece_file)
+    prompt, whole = tokenizer.encode("Once upon"), tokenizer.encode("Once upon a time 日")
+    stream = TextStream(tokenizer=tokenizer, context=prompt)
+    assert "".join([*map(stream.push, whole[len(prompt) :]), stream.close()]) == " a time 日"
+
+
+def test_a_damaged_sentencepiece_file_is_one_line(tmp_path):
+    pytest.importorskip("sentencepiece")
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x05junk")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: expected a tokenizer"):
+        open_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "package"), [("x.tiktoken", "tiktoken"), ("tokenizer.model", "sentencepiece")])
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, name, package):
+    def gone(wanted):
+        raise ImportError(wanted)
+
+    monkeypatch.setattr(module, "import_module", gone)
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ConfigError, match=rf"{package}.*\[tokenizers-extra\]"):
+        open_tokenizer(tmp_path, "qwen3_moe")
+
+
+def test_the_bos_that_only_the_configuration_asks_for_is_added(tmp_path):
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    plain = FileTokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"add_bos_token": True, "bos_token": {"content": "<|im_start|>"}})
+    )
+    asked = FileTokenizer(tmp_path)
+    assert asked.encode("hi") == [1, *plain.encode("hi")]
+    assert asked.encode("<|im_start|>hi") == asked.encode("hi")  # not twice
+    assert asked.encode("hi", bare=True) == plain.encode("hi")
+
+
+def test_text_that_is_not_unicode_is_refused():
+    with pytest.raises(PromptError, match="surrogate"):
+        encode_prompt(open_tokenizer(DEMO), "a\ud800")
