@@ -156,14 +156,24 @@ def forward(
     pools: tuple[Shaped[Array, "E n"], ...],
     *,
     config: StepConfig,
+) -> tuple[Float32[Array, "B V"], Sequences, Offload, Int32[Array, " 3"]]:
+    """One token of every sequence through all layers, nothing sampled. Returns logits, states, and the counts (routed,
+    hits, misses)."""
+    return _layers(sequences, offload, weights, pools, config=config)[:4]
+
+
+def _layers(
+    sequences: Sequences,
+    offload: Offload,
+    weights: ModelWeights,
+    pools: tuple[Shaped[Array, "E n"], ...],
+    *,
+    config: StepConfig,
     link: Link | None = None,
     predictor: dict[str, Any] | None = None,
     replay: Replay | None = None,
 ) -> tuple[Float32[Array, "B V"], Sequences, Offload, Int32[Array, " 3"], Float32[Array, "B keys"], _Planner]:
-    """One token of every sequence through all layers.
-
-    Returns logits, states, the counts (routed, hits, misses), the routing as the predictor reads it, and the planner.
-    """
+    """`forward` that plans transfers, and also returns the routing as the predictor reads it, and the planner."""
     spec, cache = config.spec, offload.cache
     layers, experts = config.cache.layers, config.cache.experts
     if config.forecast:
@@ -261,7 +271,7 @@ def step(
 ) -> tuple[Sequences, Offload, StepOutput]:
     """Processes one token of every sequence, samples the next one, forecasts the coming step and plans transfers."""
     key_score = offload.cache.key_score  # passes through as it came: see `forward`
-    logits, sequences, offload, counts, routing, planner = forward(
+    logits, sequences, offload, counts, routing, planner = _layers(
         sequences, offload, weights, pools, config=config, link=link, predictor=predictor, replay=replay
     )
     with jax.named_scope("sample"):
