@@ -34,19 +34,28 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_trace_commands(commands: argparse._SubParsersAction) -> None:
-    """What works on traces alone; each command's module says which options it has."""
+    """What records traces and what works on them; each command's module says which options it has."""
+    from seqmoe_jax import plots
     from seqmoe_jax.forecast import command as forecast
-    from seqmoe_jax.traces import command as simulation
+    from seqmoe_jax.traces import command as traces
 
+    trace = commands.add_parser("trace", help="record the expert activations of a model on prompts")
+    add_load_arguments(trace)
+    add_sampling_arguments(trace)
+    traces.add_record_arguments(trace)
+    trace.set_defaults(run=_trace)
     simulate = commands.add_parser("simulate", help="hit rate, transfers and share of full load, from a trace")
-    simulation.add_arguments(simulate)
-    simulate.set_defaults(run=simulation.run)
+    traces.add_arguments(simulate)
+    simulate.set_defaults(run=traces.run)
     train = commands.add_parser("train-predictor", help="train a predictor of expert activations on a trace")
     forecast.add_train_arguments(train)
     train.set_defaults(run=forecast.train)
     evaluate = commands.add_parser("evaluate", help="recall of a predictor beside the baselines, on a trace")
     forecast.add_evaluate_arguments(evaluate)
     evaluate.set_defaults(run=forecast.evaluate)
+    plot = commands.add_parser("plot", help="recall, hit rate or activations as an image")
+    plots.add_arguments(plot)
+    plot.set_defaults(run=plots.run)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +68,14 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--chat-option", action="append", default=[], type=_option, metavar="NAME=VALUE",
         help="with --chat: an option of the template, such as enable_thinking=false; may be repeated")  # fmt: skip
     add("--max-new-tokens", type=int, default=128, metavar="N")
+    add_sampling_arguments(parser)
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    add("--json", action="store_true", help="one JSON object (a list for a batch) instead of streamed text")
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """How tokens are drawn, as `sampling_numbers` reads it."""
+    add = parser.add_argument
     add("--sampling", choices=["greedy", "model"], default="greedy",
         help="what the next five override: greedy (default), or the model's generation_config.json")  # fmt: skip
     add("--temperature", type=float, help="0 is greedy")
@@ -66,8 +83,15 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float)
     add("--min-p", type=float)
     add("--seed", type=int)
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
-    add("--json", action="store_true", help="one JSON object (a list for a batch) instead of streamed text")
+
+
+def sampling_numbers(args: argparse.Namespace) -> dict[str, float | int | None]:
+    """The options that override. A fault in them shows here, before a model is loaded."""
+    from seqmoe_jax.sampling import SamplingConfig
+
+    numbers = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+    SamplingConfig().override(**numbers)
+    return numbers
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,10 +147,8 @@ def _residency(text: str) -> float | str:
 
 def _generate(args: argparse.Namespace) -> int:
     from seqmoe_jax.api import sampling_base
-    from seqmoe_jax.sampling import SamplingConfig
 
-    numbers = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
-    SamplingConfig().override(**numbers)  # a fault in them shows before a model is loaded
+    numbers = sampling_numbers(args)
     if args.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
     if not args.chat and (args.system is not None or args.chat_option):
@@ -162,6 +184,19 @@ def _generate(args: argparse.Namespace) -> int:
     if not args.json:
         print(summary(engine.stats), file=sys.stderr)
     return 0
+
+
+def _trace(args: argparse.Namespace) -> int:
+    from seqmoe_jax.api import sampling_base
+    from seqmoe_jax.traces.command import record
+
+    numbers = sampling_numbers(args)
+    progress = True if sys.stderr.isatty() or not args.json else None
+    return record(
+        args,
+        load=lambda: load_engine(args, max_batch=args.batch, progress=progress),
+        sampling=lambda engine: sampling_base(args.sampling, engine.defaults).override(**numbers),
+    )
 
 
 def summary(stats: Stats) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Float32, Int32, Shaped
 
 from pallas_kernels.backend import Implementation, resolve
 from seqmoe_jax.decode import (
@@ -49,7 +49,7 @@ from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.models.weights import ModelWeights
 from seqmoe_jax.planning import DEFAULT_CONTEXT, MAX_BATCH, Plan, Residency, kv_capacity, least_slots, make_plan
 from seqmoe_jax.prefetch.plan import PlanConfig, settle_jit
-from seqmoe_jax.prefill import bucket, chunk_length, embed_chunk, first_token, keep_last, layer_chunk
+from seqmoe_jax.prefill import Routing, bucket, chunk_length, embed_chunk, first_token, keep_last, layer_chunk
 from seqmoe_jax.sampling import SamplingConfig, SamplingParams
 
 log = logging.getLogger("seqmoe_jax")
@@ -283,6 +283,33 @@ class TokenEngine:
                 self._offload = self._new_offload()
             yield from self._run(prompts, lengths, sampling, end_tokens)
 
+    def routing(
+        self, sequences: Sequence[Sequence[int]]
+    ) -> list[tuple[Int32[np.ndarray, "T L K"], Float32[np.ndarray, "T L K"]]]:
+        """Experts and their weights that every token of each sequence is routed to, as decoding them would route.
+
+        Tokens go through prefill, many at a time. Raises `PromptError` as `run` does for prompts.
+        """
+        just_one = [1] * len(sequences)
+        self.check(sequences, just_one)
+        batch = 1 << (len(sequences) - 1).bit_length()
+        capacity = _capacity([*map(len, sequences)], just_one, chunk_length(batch))
+        layers, active = len(self.model.spec.moe_layers), self.model.spec.moe.top_k
+        ids = [np.zeros((len(tokens), layers, active), np.int32) for tokens in sequences]
+        weights = [np.zeros(array.shape, np.float32) for array in ids]
+
+        def keep_routing(start: int, layers_routing: list[Routing]) -> None:
+            for layer, (chunk_ids, chunk_weights) in enumerate(jax.device_get(layers_routing)):
+                by_row = chunk_ids.reshape(batch, -1, active), chunk_weights.reshape(batch, -1, active)
+                for row, tokens in enumerate(sequences):
+                    size = max(0, min(by_row[0].shape[1], len(tokens) - start))
+                    ids[row][start : start + size, layer] = by_row[0][row, :size]
+                    weights[row][start : start + size, layer] = by_row[1][row, :size]
+
+        with self._lock:
+            self._read(sequences, batch, capacity, just_one, keep_routing)
+        return list(zip(ids, weights, strict=True))
+
     def _new_offload(self) -> Offload:
         """An empty cache, or one that holds what its policy keeps from the start."""
         spec = self.model.spec
@@ -457,7 +484,29 @@ class TokenEngine:
         ends: Array,
         config: StepConfig,
     ) -> tuple[Sequences, StepOutput]:
-        """All prompts through all layers in chunks; samples the first new token of each."""
+        """All prompts through all layers; samples the first new token of each."""
+        sequences, last, counts, tokens_of = self._read(prompts, batch, capacity, max_new_tokens)
+        self._after_prompt(tokens_of, sum(map(len, prompts)))
+        weights = self.model.weights
+        program = self._program(
+            ("first", batch, capacity, config.greedy), "sampling", first_token,
+            sequences, last, weights, params, ends, counts, config=config,
+        )  # fmt: skip
+        return program(sequences, last, weights, params, ends, counts)
+
+    def _read(
+        self,
+        prompts: Sequence[Sequence[int]],
+        batch: int,
+        capacity: int,
+        max_new_tokens: Sequence[int],
+        watch: Callable[[int, list[Routing]], None] | None = None,
+    ) -> tuple[Sequences, Array, Array, Array]:
+        """All prompts through all layers in chunks, with room for what follows them.
+
+        Returns the sequences, the hidden state of each prompt's last token [B, H], the counts, and how many tokens
+        each key got [L*E]. `watch` gets the position of each chunk and the routing of its MoE layers.
+        """
         spec, weights = self.model.spec, self.model.weights
         lengths = np.array([len(p) for p in prompts] + [1] * (batch - len(prompts)), np.int32)
         longest, chunk = int(lengths.max()), chunk_length(batch)
@@ -485,7 +534,7 @@ class TokenEngine:
             device_tokens, device_valid = jax.device_put((tokens, valid), self.device)
             at = jnp.asarray(start, jnp.int32)
             x, positions = embed_chunk(weights.embed, device_tokens, at, scale=spec.embedding_scale)
-            moe_index = 0
+            moe_index, routed = 0, list[Routing]()
             for index, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
                 is_moe = index in spec.moe_layers
                 args = (x, states[index], cache, w, self.model.pools[moe_index] if is_moe else None, device_tokens,
@@ -495,19 +544,16 @@ class TokenEngine:
                     layer_chunk, *args, layer=layer, config=self.config,
                 )  # fmt: skip
                 # The old cache is donated: what an interrupt finds in self must be the new one.
-                x, states[index], cache, new, experts_tokens = program(*args)
+                x, states[index], cache, new, experts_tokens, routing = program(*args)
                 self._offload = self._offload._replace(cache=cache)
                 if is_moe:
                     counts, tokens_of[moe_index] = counts + new, tokens_of[moe_index] + experts_tokens
                     moe_index += 1
+                    routed.append(routing)
+            if watch is not None:
+                watch(start, routed)
             last = keep_last(last, x, at, device_lengths)
-        sequences = sequences._replace(states=tuple(states))
-        self._after_prompt(jnp.concatenate(tokens_of), int(lengths[real].sum()))
-        program = self._program(
-            ("first", batch, capacity, config.greedy), "sampling", first_token,
-            sequences, last, weights, params, ends, counts, config=config,
-        )  # fmt: skip
-        return program(sequences, last, weights, params, ends, counts)
+        return sequences._replace(states=tuple(states)), last, counts, jnp.concatenate(tokens_of)
 
     def _after_prompt(self, tokens_of: Array, prompt_tokens: int) -> None:
         """What a prompt teaches the policy: seqmoe blends its shares in, prefill-hot loads and fixes the most used."""

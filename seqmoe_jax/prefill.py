@@ -7,10 +7,11 @@ program for all layers keeps compilation short.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from seqmoe_jax.decode import Sequences, StepConfig, StepOutput, choose
 from seqmoe_jax.experts.cache import CacheConfig, SlotCache, moe_prefill
@@ -23,6 +24,13 @@ from seqmoe_jax.sampling import SamplingParams
 
 CHUNK = 1024  # most tokens (over all sequences) that pass a layer at once: bounds prefill's workspace
 SMALLEST_BUCKET = 16
+
+
+class Routing(NamedTuple):
+    """Where a MoE layer sent the tokens of a chunk; ids are -1 for padding. Small, and only read to record traces."""
+
+    ids: Int[Array, "n K"]
+    weights: Float32[Array, "n K"]
 
 
 def bucket(length: int) -> int:
@@ -63,12 +71,12 @@ def layer_chunk(
     *,
     layer: LayerSpec,
     config: CacheConfig,
-) -> tuple[Float[Array, "B T H"], State, SlotCache, Int32[Array, " 3"], Int32[Array, " E"]]:
-    """One layer over one chunk. Returns the counts (routed, hits, misses) and the tokens each expert got."""
+) -> tuple[Float[Array, "B T H"], State, SlotCache, Int32[Array, " 3"], Int32[Array, " E"], Routing | None]:
+    """One layer over one chunk. Returns the counts (routed, hits, misses), the tokens each expert got, the routing."""
     x, state = block.mix(x, state, positions, valid, weights, layer)
     if not isinstance(layer.mlp, MoESpec):
         nothing = jnp.zeros(3, jnp.int32), jnp.zeros(config.experts, jnp.int32)
-        return block.dense(x, weights, layer), state, cache, *nothing
+        return block.dense(x, weights, layer), state, cache, *nothing, None
     assert isinstance(weights.mlp, MoEWeights)
     assert pool is not None
     normed = block.moe_input(x, weights, layer)
@@ -77,7 +85,7 @@ def layer_chunk(
     y, cache, counts, tokens_of = moe_prefill(
         normed, ids, expert_weights, cache, pool, moe_index, config, rows=block_rows(normed.shape[0])
     )
-    return block.moe_output(x, normed, y, weights, layer), state, cache, counts, tokens_of
+    return block.moe_output(x, normed, y, weights, layer), state, cache, counts, tokens_of, Routing(ids, expert_weights)
 
 
 @jax.jit

@@ -35,8 +35,9 @@ def fused_moe(
       config: block shapes of the GPU kernels; by default chosen from the expert's shape.
 
     Sums are float32. With bf16 `x` the value `silu(g) * u` is rounded to bf16 before the down projection, as
-    in Hugging Face's models; with float32 nothing is rounded. The sum over k is in ascending order in
-    float32. The result does not depend on which slots the experts sit in, to the bit.
+    in Hugging Face's models; with float32 nothing is rounded. Sums are taken in an order
+    that is fixed, though each implementation has its own. The result does not depend on which slots the experts
+    sit in, to the bit.
     """
     hidden = layout.field("down").shape[0]
     if x.shape[1] != hidden or slots.shape[1] != layout.block_elems or slots.dtype != layout.storage:

@@ -18,21 +18,21 @@ Fp8Mode = Literal["convert", "bits"]
 class Config:
     """Block shapes of the two GPU kernels; all powers of two.
 
-    A program of the first kernel makes `up_rows` of the F hidden values of one route, reading `up_cols` of H
-    at a time; one of the second makes `down_rows` of the H outputs, reading `down_cols` of F at a time. For
-    FP8 experts rows divide 128 and columns are multiples of it. `fp8` says how e4m3 becomes float32: by the
-    hardware's conversion (compute capability 8.9 or newer) or by moving the bits into a float16.
+    A program of the first kernel makes `up_rows` of the F hidden values of one route, in tiles of `up_cols` of
+    H; one of the second makes `down_rows` of a token's H outputs, in tiles of all its routes and `down_cols` of
+    F. Every thread adds up tiles element by element, so tiles say what it multiplies at a time, not what it asks
+    for: that is everything. For FP8 experts rows divide 128 and columns are multiples of it. `fp8` says how e4m3
+    becomes float32: by the hardware's conversion (compute capability 8.9 or newer) or by moving the bits into a
+    float16.
     """
 
     up_rows: int = 2
     up_cols: int = 2048
     up_warps: int = 1
-    down_rows: int = 2
-    down_cols: int = 512
+    down_rows: int = 4
+    down_cols: int = 256
     down_warps: int = 4
     fp8: Fp8Mode = "convert"
-    launches: Literal[1, 2] = 2
-    stream: bool = False
 
     def __post_init__(self) -> None:
         for name in ("up_rows", "up_cols", "up_warps", "down_rows", "down_cols", "down_warps"):
@@ -69,27 +69,33 @@ def fp8_mode() -> Fp8Mode:
     return "bits" if capability is not None and float(capability) < 8.9 else "convert"
 
 
-def default_config(layout: ExpertLayout) -> Config:
-    """Block shapes from the expert's shape, after a sweep at H=2048, F=1536 bf16 on an H200.
+def default_config(layout: ExpertLayout, per_token: int) -> Config:
+    """Block shapes from the shape of an expert and their number per token.
 
-    Best there: 2 rows and whole H in one warp (each thread has 512 bytes of gate and up in flight), then 2
-    rows and 512 of F in 4 warps (one 16-byte load a thread). Other shapes and dtypes keep those bytes per
-    thread.
+    A thread asks for some 400 bytes of weights at once. One warp takes whole rows of gate and up, so nothing is
+    exchanged between warps; four share some rows of down, a quarter of the routes each.
     """
     hidden, width = sizes(layout)
     itemsize = layout.field("gate").dtype.itemsize
-    least = FP8_BLOCK if is_fp8(layout) else 16
-    up_cols = chunk(hidden, most=max(least, min(2048, 8192 // itemsize)), least=max(least, min(128, hidden)))
-    down_cols = chunk(width, most=max(least, 512), least=max(least, min(128, width)))
+    fp8 = is_fp8(layout)
+    least = FP8_BLOCK if fp8 else 16
+    # FP8 costs more arithmetic than memory in large tiles, whose products are not added on the way.
+    up_cols = chunk(hidden, most=256 if fp8 else 2048, least=max(least, min(128, hidden)))
+    down_cols = chunk(width, most=256, least=max(least, min(128, width)))
     # Powers of two, also where H or F below 128 is none.
     up_cols, down_cols = (1 << (cols - 1).bit_length() for cols in (up_cols, down_cols))
-    down_rows = min(16, max(2, 2048 // (down_cols * itemsize)))
+    routes = 1 << (per_token - 1).bit_length()
     return Config(
-        up_rows=max(1, min(2, 8192 // (up_cols * itemsize))),
+        up_rows=power_below(16384 / (2 * hidden * itemsize), most=8),
         up_cols=up_cols,
         up_warps=1,
-        down_rows=down_rows,
+        down_rows=power_below(min(hidden / 512, 49152 / (routes * width * itemsize)), most=16),
         down_cols=down_cols,
-        down_warps=min(4, max(1, down_rows * down_cols * itemsize // 512)),
+        down_warps=4,
         fp8=fp8_mode(),
     )
+
+
+def power_below(value: float, *, most: int) -> int:
+    """The largest power of two up to `value` and `most`; at least 1."""
+    return min(most, 1 << max(0, math.floor(math.log2(value))))

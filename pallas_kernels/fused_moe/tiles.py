@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped, UInt8
 
@@ -75,18 +74,11 @@ def both(
     return masks[0] if masks else None
 
 
-def span(start: Scalar, block: int, size: int) -> Any:
-    """`block` positions from `start`. Pallas rejects static slices beyond `size`, also under a mask."""
-    if isinstance(start, int) and start + block > size:
-        start = jnp.int32(start)
-    return pl.ds(start, block)
-
-
-def load(ref: Ref, mask: Bool[Array, "..."] | None, **how: Any) -> Shaped[Array, "..."]:
+def load(ref: Ref, mask: Bool[Array, "..."] | None) -> Shaped[Array, "..."]:
     """A load that reads zeros, and touches no memory, where the mask is false."""
     if mask is None:
-        return plgpu.load(ref, **how)
-    return plgpu.load(ref, mask=mask, other=jnp.zeros((), ref.dtype), **how)
+        return plgpu.load(ref)
+    return plgpu.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))
 
 
 def fp8_values(tile: UInt8[Array, "..."], mode: Fp8Mode) -> Float[Array, "..."]:
@@ -111,15 +103,15 @@ def _all(masks: list[Bool[Array, "..."] | None], shape: tuple[int, ...]) -> Bool
 
 
 class Bits(NamedTuple):
-    """What is loaded of a part of a matrix, as stored."""
+    """What is loaded of a part, as stored."""
 
-    values: Shaped[Array, "rows ..."]
-    scales: UInt8[Array, "blocks 4"] | None
+    values: Shaped[Array, "rows N ..."]
+    scales: UInt8[Array, "N blocks 4"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """`rows` x `cols` of one matrix of an expert, from (`row`, `col`) on: how the decode kernels read any format.
+    """`rows` x `cols` of one matrix, from (`row`, `col`) on, of N experts: how the decode kernels read any format.
 
     Loading is apart from using, so that a program may ask for everything first. The columns of FP8 matrices have
     two dimensions, blocks of a common scale and positions in them; then `rows` lie in one row of blocks.
@@ -146,57 +138,72 @@ class Part:
         width = self.layout.field(self.name).shape[1]
         return None if self.col + self.cols <= width else self.columns < width
 
-    def load(
-        self, slots_ref: Ref, slot: Int[Array, ""], *, stream: bool, active: Bool[Array, ""] | None = None
-    ) -> Bits:
-        """The part of the expert in `slot`, zeros beyond the matrix and, without a read, where not `active`."""
+    def load(self, slots_ref: Ref, slots: Int[Array, " N"], active: Bool[Array, " N"] | None) -> Bits:
+        """The part of the experts in `slots`; zeros beyond the matrix and, without a read, where not `active`."""
         height, width = self.layout.field(self.name).shape
-        columns, inside = self.columns, self.inside
-        tail = (None,) * columns.ndim
+        columns, inside, rank = self.columns, self.inside, self.columns.ndim
         rows = self.row + jnp.arange(self.rows, dtype=jnp.int32)
-        index = self.layout.start(self.name) + (rows * width)[:, *tail] + columns[None]
-        if columns.ndim == 2:
+        shape = (self.rows, *slots.shape, *columns.shape)
+        index = self.layout.start(self.name) + _along(rows * width, 0, 2 + rank) + columns[None, None]
+        index = jnp.broadcast_to(index, shape)
+        if rank == 2:
             # Bytes too are read eight at a time: a thread then has the columns that it has of a 16-bit vector.
-            index = plgpu.max_contiguous(index, (1, 1, 8))
+            index = plgpu.max_contiguous(index, (1, 1, 1, 8))
         below = bound(self.row, self.rows, height)
-        mask = _all([below if below is None else below[:, *tail], inside, active], index.shape)
-        values = load(slots_ref.at[slot, index], mask, eviction_policy="evict_first" if stream else None)
-        return Bits(values, self._load_scales(slots_ref, slot, active) if columns.ndim == 2 else None)
+        mask = _all(
+            [
+                None if below is None else _along(below, 0, 2 + rank),
+                None if active is None else _along(active, 1, 2 + rank),
+                None if inside is None else inside[None, None],
+            ],
+            shape,
+        )
+        where = slots_ref.at[jnp.broadcast_to(_along(slots, 1, 2 + rank), shape), index]
+        values = load(where, mask)
+        return Bits(values, self._load_scales(slots_ref, slots, active) if rank == 2 else None)
 
     def _load_scales(
-        self, slots_ref: Ref, slot: Int[Array, ""], active: Bool[Array, ""] | None
-    ) -> UInt8[Array, "blocks 4"]:
+        self, slots_ref: Ref, slots: Int[Array, " N"], active: Bool[Array, " N"] | None
+    ) -> UInt8[Array, "N blocks 4"]:
         """The bytes of the scale of each block: one 32-bit load a block."""
         field = self.layout.field(f"{self.name}_scale")
         first, count, per_row = self.col // FP8_BLOCK, self.cols // FP8_BLOCK, field.shape[1]
         block = first + jnp.arange(count, dtype=jnp.int32)
         offset = field.offset + 4 * (jax.lax.div(self.row, jnp.int32(FP8_BLOCK)) * per_row + block)
-        index = offset[:, None] + jnp.arange(4, dtype=jnp.int32)[None, :]
+        shape = (*slots.shape, count, 4)
+        index = jnp.broadcast_to(_along(offset, 1, 3) + jnp.arange(4, dtype=jnp.int32)[None, None], shape)
         inside = bound(first, count, per_row)
-        return load(
-            slots_ref.at[slot, index], _all([inside if inside is None else inside[:, None], active], index.shape)
-        )
+        masks = [
+            None if active is None else _along(active, 0, 3),
+            None if inside is None else _along(inside, 1, 3),
+        ]
+        return load(slots_ref.at[jnp.broadcast_to(_along(slots, 0, 3), shape), index], _all(masks, shape))
 
-    def vector(
-        self, ref: Ref, index: Int[Array, ""], *, active: Bool[Array, ""] | None = None
-    ) -> Float32[Array, "..."]:
-        """The elements of row `index` that meet these columns; zeros where not `active`."""
-        columns = self.columns
-        value = load(ref.at[index, columns], _all([self.inside, active], columns.shape))
-        return value.astype(jnp.float32)
+    def vector(self, ref: Ref, rows: Int[Array, " N"], active: Bool[Array, " N"] | None) -> Float32[Array, "N ..."]:
+        """The elements of `ref[rows]` that meet these columns; zeros where not `active`."""
+        columns, inside = self.columns, self.inside
+        rank, shape = 1 + columns.ndim, (*rows.shape, *columns.shape)
+        masks = [None if active is None else _along(active, 0, rank), None if inside is None else inside[None]]
+        where = ref.at[jnp.broadcast_to(_along(rows, 0, rank), shape), jnp.broadcast_to(columns[None], shape)]
+        return load(where, _all(masks, shape)).astype(jnp.float32)
 
     def times(
-        self, bits: Bits, vector: Float32[Array, "..."], mode: Fp8Mode, *, factor: Float32[Array, ""] | None = None
-    ) -> Float32[Array, "rows ..."]:
+        self, bits: Bits, vector: Float32[Array, "N ..."], factor: Float32[Array, " N"] | None, mode: Fp8Mode
+    ) -> Float32[Array, "rows N ..."]:
         """Each element times that of the vector, times `factor`. What can goes onto the vector: once for all rows."""
         if bits.scales is None:
-            vector = vector if factor is None else vector * factor
+            vector = vector if factor is None else vector * _along(factor, 0, vector.ndim)
             return weight_values(bits.values, self.layout, self.name).astype(jnp.float32) * vector[None]
-        shifts = 8 * jnp.arange(4, dtype=jnp.uint32)[None, :]
-        words = jnp.sum(bits.scales.astype(jnp.uint32) << shifts, axis=1, dtype=jnp.uint32)
+        shifts = 8 * jnp.arange(4, dtype=jnp.uint32)[None, None, :]
+        words = jnp.sum(bits.scales.astype(jnp.uint32) << shifts, axis=2, dtype=jnp.uint32)
         scales = jax.lax.bitcast_convert_type(words, jnp.float32)
-        scales = scales if factor is None else scales * factor
-        return fp8_values(bits.values, mode).astype(jnp.float32) * (vector * scales[:, None])[None]
+        scales = scales if factor is None else scales * factor[:, None]
+        return fp8_values(bits.values, mode).astype(jnp.float32) * (vector * scales[:, :, None])[None]
+
+
+def _along(vector: Shaped[Array, " N"], axis: int, rank: int) -> Shaped[Array, "..."]:
+    """The vector as an array of `rank` dimensions, of size 1 but along `axis`."""
+    return vector[tuple(slice(None) if i == axis else None for i in range(rank))]
 
 
 def load_scale(

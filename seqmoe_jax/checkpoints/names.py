@@ -14,12 +14,15 @@ __all__ = ["NameMap", "Source", "check_names", "names_of"]
 
 
 def names_of(spec: ModelSpec, available: Set[str]) -> NameMap:
-    """The name map of a model. `available`, the checkpoint's names, tells which layout its experts have.
+    """The name map of a model. `available`, the checkpoint's names, tells its dialect and which layout its
+    experts have.
 
     Model names are those of `ModelSpec.tensors`. Experts are counted by MoE layer, not by layer; their fields are
     those of the expert layout.
     """
-    names = FAMILIES[spec.family].names
+    family = FAMILIES[spec.family]
+    dialects = (family.names, *family.dialects)
+    names = next((names for names in dialects if names.model["embed"] in available), family.names)
     dense = {}
     for ours, tensor in spec.tensors().items():
         if ours.startswith("layers."):

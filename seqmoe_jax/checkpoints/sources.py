@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import numpy as np
 from seqmoe_jax.checkpoints.fp8 import DEFAULT_BLOCK, FP8, SCALE_DTYPES, scale_shape
 from seqmoe_jax.checkpoints.safetensors import Checkpoint
 from seqmoe_jax.errors import CheckpointError, ConfigError
+
+log = logging.getLogger("seqmoe_jax")
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 
@@ -103,11 +106,9 @@ def check_names(checkpoint: Checkpoint, names: NameMap) -> None:
         if source.tensor in checkpoint.names and checkpoint.info(source.tensor).dtype == FP8:
             scale = names.scale_source(source)
             see(scale.tensor, scale.shape, lambda dtype: dtype in SCALE_DTYPES)
-    extra = [
-        name
-        for name in checkpoint.names
-        if name not in wanted and not any(fnmatch.fnmatchcase(name, pattern) for pattern in names.ignored)
-    ]
+    unused = [name for name in checkpoint.names if name not in wanted]
+    left = {pattern: fnmatch.filter(unused, pattern) for pattern in names.ignored}
+    extra = sorted(set(unused).difference(*left.values()))
     found = [(missing, "missing"), (wrong, "of a wrong shape or dtype"), (extra, "unexpected")]
     faults = [f"{len(which)} {what} ({_first(which)})" for which, what in found if which]
     if faults:
@@ -115,6 +116,9 @@ def check_names(checkpoint: Checkpoint, names: NameMap) -> None:
             f"{checkpoint.directory}: expected the {len(wanted)} tensors that config.json calls for, got "
             f"{', '.join(faults)}; do config.json and weights belong together?"
         )
+    skipped = [f"{pattern} ({len(which)} tensors)" for pattern, which in left.items() if which]
+    if skipped:
+        log.info("%s: left out %s, of no use to the text model", checkpoint.directory, ", ".join(skipped))
 
 
 def _first(names: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,25 @@ from seqmoe_jax.forecast.training import State
 
 
 class Checkpoints:
-    """The two latest checkpoints of one run in a directory, with the predictor's configuration beside them."""
+    """The two latest checkpoints of one run in a directory.
 
-    def __init__(self, directory: Path, config: PredictorConfig):
+    Beside them `predictor.json` is the predictor's configuration (model, L, E, K, inputs, sizes) and `run.json` what
+    else the run depends on. Raises `PredictorError` where the directory holds checkpoints of another predictor or run.
+    """
+
+    def __init__(self, directory: Path, config: PredictorConfig, run: Mapping[str, Any]):
         directory = directory.resolve()
         directory.mkdir(parents=True, exist_ok=True)
-        name = directory / "predictor.json"
-        if name.exists() and PredictorConfig.from_dict(json.loads(name.read_text())) != config:
-            raise PredictorError(f"{directory} holds checkpoints of another predictor; choose an empty directory")
-        name.write_text(config.to_json())
+        advice = "choose an empty directory, or start anew with --restart"
+        predictor, about = directory / "predictor.json", directory / "run.json"
+        if predictor.exists() and PredictorConfig.from_dict(json.loads(predictor.read_text())) != config:
+            raise PredictorError(f"{directory} holds checkpoints of another predictor; {advice}")
+        before = json.loads(about.read_text()) if about.exists() else dict(run)
+        other = [name for name, value in run.items() if before.get(name) != value]
+        if other:
+            raise PredictorError(f"{directory} holds checkpoints of a run with another {other[0]}; {advice}")
+        predictor.write_text(config.to_json())
+        about.write_text(json.dumps(dict(run)))
         self._manager = ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(max_to_keep=2))
 
     def save(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Callable
@@ -12,7 +13,11 @@ from typing import TYPE_CHECKING, Any
 from seqmoe_jax.errors import PredictorError
 
 if TYPE_CHECKING:
+    from seqmoe_jax.forecast.config import PredictorConfig
+    from seqmoe_jax.forecast.evaluate import Row
     from seqmoe_jax.traces.format import Trace
+
+    Predictor = tuple[PredictorConfig, dict[str, Any]]  # what `store.load` gives
 
 Log = Callable[[str], None]
 
@@ -21,13 +26,19 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("trace", metavar="T.npz", help="expert activations, as `seqmoe trace` records them")
     add("--out", type=Path, required=True, metavar="DIR", help="gets the predictor, its evaluation and checkpoints")
-    add("--model", default="unnamed", metavar="ID", help="the model that the trace is of")
+    add("--model", metavar="ID", help="the model that the trace is of (default: what the trace says)")
     add("--inputs", choices=["activations", "activations+token"], default="activations+token")
     add("--width", type=int, default=640, metavar="D", help="width of the Mamba2 blocks (default: 640)")
     add("--blocks", type=int, default=2, metavar="N")
+    add("--token-width", type=int, default=96, metavar="N", help="width of a token's embedding (default: 96)")
+    add("--refine-width", type=int, default=768, metavar="N", help="of the mid-step refinement (default: 768)")
+    add("--echo", type=int, default=512, metavar="STEPS", help="searched for an earlier use of a token (default: 512)")
     add("--updates", type=int, default=600, metavar="N", help="at most; early stopping may end it before")
-    add("--batch", type=int, default=16, metavar="B", help="sequences per update")
-    add("--sampled-updates", type=int, metavar="N", help="of scheduled sampling after it (default: 0.4 of the updates)")
+    add("--batch", type=int, default=16, metavar="B", help="sequences per update (default: 16)")
+    add("--window", type=int, default=512, metavar="STEPS", help="longest part of a sequence in it (default: 512)")
+    add("--learning-rate", type=float, default=2e-3, metavar="RATE", help="at its highest (default: 2e-3)")
+    add("--sampled-updates", type=int, metavar="N", help="of scheduled sampling after it, 0: none (default: 0.4 of "
+        "the updates)")  # fmt: skip
     add("--seed", type=int, default=0)
     add("--restart", action="store_true", help="do not go on from the checkpoints in DIR")
     add("--json", action="store_true", help="machine-readable output")
@@ -52,13 +63,37 @@ def parts_of(trace: Trace, split: str) -> tuple[Trace, Trace]:
     return trace.select("train"), trace.select(split)
 
 
-def evaluate(args: argparse.Namespace) -> int:
-    from seqmoe_jax.forecast import store
+def evaluation(
+    fitted: Trace, held: Trace, predictor: Predictor | None, *, model: str | None, trigger: int | None = None, log: Log
+) -> dict[str, Row]:
+    """Rows of the recall table on `held`: the baselines, fitted on `fitted`, and a predictor."""
     from seqmoe_jax.forecast.baselines import baselines
     from seqmoe_jax.forecast.config import PredictorConfig
     from seqmoe_jax.forecast.data import prepare
-    from seqmoe_jax.forecast.evaluate import evaluate_baseline, evaluate_predictor, table
+    from seqmoe_jax.forecast.evaluate import evaluate_baseline, evaluate_predictor
     from seqmoe_jax.forecast.metrics import params_of
+
+    bare = PredictorConfig(
+        model=model or "", layers=held.layers, experts=held.num_experts, active=held.active, inputs="activations"
+    )
+    steps = prepare(held, bare, None)
+    rows = {}
+    for name, scores in baselines(prepare(fitted, bare, None), bare).items():
+        log(f"evaluating {name} on {int(held.decoded().sum())} steps")
+        rows[name] = evaluate_baseline(bare, scores, steps)
+    if predictor is not None:
+        config, weights = predictor
+        log(f"evaluating the predictor ({config.inputs})")
+        steps = prepare(held, config, weights.get("token_table"))
+        params = params_of(config, weights)
+        rows[config.inputs] = evaluate_predictor(config, params, weights, steps, trigger=trigger)
+    return rows
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    from seqmoe_jax.forecast import store
+    from seqmoe_jax.forecast.cost import cost, describe
+    from seqmoe_jax.forecast.evaluate import table
     from seqmoe_jax.traces.format import read_trace
 
     trace = read_trace(args.trace)
@@ -68,77 +103,110 @@ def evaluate(args: argparse.Namespace) -> int:
         predictor = store.load(store.require_predictor(args.predictor, model, **trace.sizes))
     fitted, held = parts_of(trace, args.split)
     log = _logger(args)
-    bare = PredictorConfig(
-        model=model or "", layers=trace.layers, experts=trace.num_experts, active=trace.active, inputs="activations"
-    )
-    steps = prepare(held, bare, None)
-    rows = {}
-    for name, scores in baselines(prepare(fitted, bare, None), bare).items():
-        log(f"evaluating {name} on {held.steps} steps")
-        rows[name] = evaluate_baseline(bare, scores, steps)
+    rows = evaluation(fitted, held, predictor, model=model, trigger=args.trigger, log=log)
+    said: dict[str, Any] = {"predictors": rows}
     if predictor is not None:
-        config, weights = predictor
-        log(f"evaluating the predictor ({config.inputs})")
-        steps = prepare(held, config, weights.get("token_table"))
-        rows[config.inputs] = evaluate_predictor(
-            config, params_of(config, weights), weights, steps, trigger=args.trigger
-        )
-    _show(args, rows, table(rows))
+        said["cost"] = cost(predictor[0])._asdict()
+    print(json.dumps(said) if args.json else table(rows))
+    if predictor is not None and not args.json:
+        print(describe(cost(predictor[0])))
     return 0
 
 
 def train(args: argparse.Namespace) -> int:
     import jax
+    import numpy as np
+    from tqdm import tqdm
 
     from seqmoe_jax.forecast import store
     from seqmoe_jax.forecast.config import PredictorConfig
+    from seqmoe_jax.forecast.cost import cost
     from seqmoe_jax.forecast.data import divide, prepare
-    from seqmoe_jax.forecast.evaluate import evaluate_predictor, table
+    from seqmoe_jax.forecast.evaluate import table
     from seqmoe_jax.forecast.features import FIRST_ROW, token_table
-    from seqmoe_jax.forecast.fit import fit
+    from seqmoe_jax.forecast.fit import Result, fit
     from seqmoe_jax.forecast.training import Plan, Recipe, weights_of
     from seqmoe_jax.traces.format import read_trace
 
-    if args.updates < 1 or args.batch < 1:
-        raise PredictorError(f"--updates and --batch must be at least 1, got {args.updates} and {args.batch}")
+    _check_training(args)
     trace = read_trace(args.trace)
     whole = trace if trace.split is None else trace.select("train")
     part, validation = divide(whole)
+    if min(part.lens.max(), validation.lens.max()) < 2:
+        raise PredictorError("training needs sequences of at least 2 steps: a step is forecast from the one before it")
     tokens, vocabulary = None, 0
     if args.inputs == "activations+token":
         vocabulary = trace.vocab_size or int(trace.tok.max()) + 1
         tokens = token_table(part.tok, vocabulary)
     config = PredictorConfig(
-        model=args.model, layers=trace.layers, experts=trace.num_experts, active=trace.active, inputs=args.inputs,
-        width=args.width, blocks=args.blocks, vocabulary=vocabulary,
-        token_rows=FIRST_ROW if tokens is None else int(tokens.max()) + 1,
+        model=args.model or trace.model or "unnamed",
+        layers=trace.layers, experts=trace.num_experts, active=trace.active, inputs=args.inputs,
+        width=args.width, blocks=args.blocks, vocabulary=vocabulary, token_width=args.token_width, echo=args.echo,
+        refine_width=args.refine_width, token_rows=FIRST_ROW if tokens is None else int(tokens.max()) + 1,
     )  # fmt: skip
     log = _logger(args)
     log(f"training on {part.steps} steps, stopping early on {validation.steps} of the same split")
     steps, held = prepare(part, config, tokens), prepare(validation, config, tokens)
     longest = -(-int(part.lens.max()) // 64) * 64
-    plan = Plan(batch=args.batch, window=min(512, longest), every=50, bfloat16=jax.default_backend() != "cpu")
-    recipe = Recipe(updates=args.updates)
+    plan = Plan(batch=args.batch, window=min(args.window, longest), every=50, bfloat16=jax.default_backend() != "cpu")
+    recipe = Recipe(updates=args.updates, learning_rate=args.learning_rate)
     checkpoints = _checkpoints(args)
-    result = fit(config, plan, recipe, steps, held, seed=args.seed, checkpoints=checkpoints / "forced", log=log)
+    about = {"trace": hashlib.sha256(whole.ids.tobytes() + whole.tok.tobytes()).hexdigest()[:16]}
+
+    def run(name: str, recipe: Recipe, **options: Any) -> Result:
+        with tqdm(unit="update", disable=args.json or not sys.stderr.isatty(), leave=False, desc=name) as bar:
+
+            def progress(done: int, updates: int) -> None:
+                bar.total = updates
+                bar.update(done - bar.n)
+
+            return fit(config, plan, recipe, steps, held, checkpoints=checkpoints / name, run=about, log=log,
+                       progress=progress, **options)  # fmt: skip
+
+    result = run("forced", recipe, seed=args.seed)
+    updates = {"forced": result.update}  # those that the best validation came after
     more = int(0.4 * args.updates) if args.sampled_updates is None else args.sampled_updates
     if more:
         log("scheduled sampling")
-        result = fit(
-            config, plan, recipe._replace(updates=more, learning_rate=0.3 * float(recipe.learning_rate)), steps, held,
-            seed=args.seed + 1, weights=weights_of(config, result.params), sampled=True,
-            checkpoints=checkpoints / "sampled", log=log,
-        )  # fmt: skip
+        slower = recipe._replace(updates=more, learning_rate=0.3 * args.learning_rate)
+        weights = weights_of(config, result.params)
+        result = run("sampled", slower, seed=args.seed + 1, weights=weights, sampled=True)
+        updates["sampled"] = result.update
     weights = weights_of(config, result.params)
-    store.save(args.out, config, jax.device_get(weights), tokens)
-    rows: dict[str, Any] = {}
-    names = ["validation"] if trace.split is None else sorted(set(trace.split.tolist()) - {"train"}) or ["validation"]
-    for name in names:
-        there = held if name == "validation" else prepare(trace.select(name), config, tokens)
-        rows[f"{config.inputs}, {name}"] = evaluate_predictor(config, result.params, weights, there)
-    (args.out / store.EVALUATION).write_text(json.dumps({"predictors": rows}, indent=1))
-    _show(args, rows, table(rows))
+    store.save(args.out, config, jax.device_get(weights) | {"popularity": whole.popularity()}, tokens)
+    # What is stored is what is evaluated: its weights are rounded to bfloat16.
+    predictor = store.load(args.out)
+    others = [] if trace.split is None else [str(name) for name in np.unique(trace.split) if name != "train"]
+    said: dict[str, Any] = {"updates": updates, "cost": cost(config)._asdict(), "splits": {}}
+    for name in others or ["validation"]:
+        there = trace.select(name) if others else validation
+        log(f"split {name}")
+        rows = evaluation(part, there, predictor, model=config.model, log=log)
+        said["splits"][name] = {"predictors": rows}
+        if not args.json:
+            print(f"{name}\n{table(rows)}")
+    (args.out / store.EVALUATION).write_text(json.dumps(said, indent=1) + "\n")
+    if args.json:
+        print(json.dumps(said))
     return 0
+
+
+def _check_training(args: argparse.Namespace) -> None:
+    least = {
+        "updates": 1,
+        "batch": 1,
+        "window": 32,
+        "token_width": 1,
+        "refine_width": 1,
+        "echo": 0,
+        "sampled_updates": 0,
+    }
+    for name, lowest in least.items():
+        value = getattr(args, name)
+        if value is not None and value < lowest:
+            raise PredictorError(f"--{name.replace('_', '-')} must be at least {lowest}, got {value}")
+    if not 0 < args.learning_rate < 1:
+        raise PredictorError(f"--learning-rate must be above 0 and below 1, got {args.learning_rate}")
 
 
 def _checkpoints(args: argparse.Namespace) -> Path:
@@ -154,7 +222,3 @@ def _logger(args: argparse.Namespace) -> Log:
     if args.json:
         return lambda line: None
     return lambda line: print(line, file=sys.stderr, flush=True)
-
-
-def _show(args: argparse.Namespace, rows: dict[str, Any], text: str) -> None:
-    print(json.dumps({"predictors": rows}) if args.json else text)

@@ -76,6 +76,7 @@ class PredictorConfig:
                 f"a predictor needs positive sizes and K <= E, got L={self.layers}, E={self.experts}, K={self.active}, "
                 f"width {self.width}, {self.blocks} blocks"
             )
+        self.block  # whose sizes must fit too  # noqa: B018
 
     @property
     def keys(self) -> int:

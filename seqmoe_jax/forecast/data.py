@@ -24,23 +24,29 @@ BLOCK = 16384  # steps converted at a time: float32 copies of a long trace stay 
 
 
 class Steps(NamedTuple):
-    """T steps of N sequences. `echo` is an index of a step or -1, `until` as in `features.steps_until_use`."""
+    """T steps of N sequences. `echo` is an index of a step or -1, `until` as in `features.steps_until_use`; `decoded`
+    is false where a step belongs to a prompt."""
 
     features: Float[Array, "T keys"]
     until: Integer[Array, "T keys"]
     rows: Int[Array, " T"]
     echo: Int[Array, " T"]
+    decoded: Bool[Array, " T"]
     starts: Int[Array, " N"]
     ends: Int[Array, " N"]
 
 
 class Batch(NamedTuple):
-    """Windows of B sequences; positions past a sequence's end are not `valid`. `left`: steps after each position."""
+    """Windows of B sequences; positions past a sequence's end are not `valid`. `left`: steps after each position.
+
+    `scored`: the positions that recall is taken over, which are not of a prompt and have routing before them.
+    """
 
     inputs: Inputs
     target: Float[Array, "B T keys"]
     until: Integer[Array, "B T keys"]
     valid: Bool[Array, "B T"]
+    scored: Bool[Array, "B T"]
     left: Int[Array, "B T"]
 
 
@@ -82,6 +88,7 @@ def prepare(
         until=padded(steps_until_use(features > 0, offsets), more),
         rows=padded(rows, more),
         echo=padded(echo.astype(np.int32), more),
+        decoded=padded(trace.decoded(), more),
         starts=padded(offsets[:-1].astype(np.int32), empty),
         ends=padded(offsets[1:].astype(np.int32), empty),
     )
@@ -95,7 +102,8 @@ def window(
     valid = position < ends[:, None]
     position = jnp.minimum(position, ends[:, None] - 1)
     seen = valid[..., None]
-    before = jnp.where(seen & (position > starts[:, None])[..., None], steps.features[position - 1], 0)
+    follows = valid & (position > starts[:, None])
+    before = jnp.where(follows[..., None], steps.features[position - 1], 0)
     rows = echo = None
     if config.uses_token:
         rows = steps.rows[position]
@@ -105,7 +113,8 @@ def window(
         echo = jnp.where(usable, steps.features[jnp.maximum(source, 0)], 0)
     target = jnp.where(seen, steps.features[position], 0)
     left = ends[:, None] - 1 - position
-    return Batch(Inputs(before, rows, echo), target, steps.until[position], valid, left)
+    scored = follows & steps.decoded[position]
+    return Batch(Inputs(before, rows, echo), target, steps.until[position], valid, scored, left)
 
 
 def sample(steps: Steps, key: Array, batch: int, length: int, crop: float | Array, config: PredictorConfig) -> Batch:

@@ -15,7 +15,7 @@ from seqmoe_jax.forecast import plain
 from seqmoe_jax.forecast.baselines import Scores
 from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.forecast.data import Batch, Steps
-from seqmoe_jax.forecast.metrics import Hits, batches, forecast, hits_jit, refined, trained
+from seqmoe_jax.forecast.metrics import Hits, batches, forecast, hits_jit, refined
 from seqmoe_jax.forecast.predictor import Inputs, embed, heads
 
 HORIZON = 8
@@ -55,7 +55,7 @@ def evaluate_baseline(config: PredictorConfig, scores: Scores, steps: Steps) -> 
         for ahead in range(1, HORIZON + 1):
             later = scores(batch.inputs.features[:, : batch.valid.shape[1] - ahead + 1], ahead)
             # The last known step is the one before the position, so position t + ahead - 1 is `ahead` steps on.
-            mask = trained(batch.valid)[:, : later.shape[1]] & batch.valid[:, ahead - 1 :]
+            mask = batch.scored[:, : later.shape[1]] & batch.valid[:, ahead - 1 :]
             got = hits_jit(later, target[:, ahead - 1 :], mask, config.active)
             found[ahead - 1], count[ahead - 1] = float(got.found[3].sum()), float(got.steps)
         tally.add_rollout(found, count)
@@ -73,13 +73,13 @@ class _Tally:
 
     def add(self, scores: Array, batch: Batch) -> None:
         target = batch.target.reshape(scores.shape)
-        mask = trained(batch.valid)
+        mask = batch.scored
         long = mask & (batch.valid.sum(1, keepdims=True) >= LONG)
         self.all = self.all + hits_jit(scores, target, mask, self.config.active)
         self.long = self.long + hits_jit(scores, target, long, self.config.active)
 
     def add_refined(self, scores: Array, batch: Batch) -> None:
-        mask = trained(batch.valid)
+        mask = batch.scored
         self.after = self.after + hits_jit(scores, batch.target.reshape(scores.shape), mask, self.config.active)
 
     def add_rollout(self, found: Any, count: Any) -> None:
@@ -134,7 +134,7 @@ def _rollout_hits(
         logits, _ = heads(config, weights, x)
         ahead = plain.rollout(config, weights, {"blocks": blocks, "logits": logits}, HORIZON)
         truth = jax.lax.dynamic_slice_in_dim(target, t, HORIZON, 1).reshape(ahead.shape) > 0
-        mask = jax.lax.dynamic_slice_in_dim(valid, t, HORIZON, 1) & (t > 0)
+        mask = jax.lax.dynamic_slice_in_dim(valid, t, HORIZON, 1) & batch.scored[:, t, None]
         chosen = jax.lax.top_k(ahead, min(config.active + 3, config.experts))[1]
         right = jnp.take_along_axis(truth, chosen, axis=-1).sum((-1, -2)) * mask
         return blocks, found + right.sum(0).astype(jnp.float32), seen + mask.sum(0).astype(jnp.float32)

@@ -56,21 +56,26 @@ def token_table(tokens: Int[np.ndarray, " T"], vocabulary: int, least: int = 1) 
     return rows.astype(np.int32)
 
 
-def echo_steps(tokens: Int[np.ndarray, " T"], offsets: Int[np.ndarray, " N1"], window: int) -> Int[np.ndarray, " T"]:
-    """For each step the step that its echo comes from, at most `window` steps back; -1 where there is none."""
+def echo_steps(
+    tokens: Int[np.ndarray, " T"], offsets: Int[np.ndarray, " N1"], window: int, *, longest: int = CONTEXT
+) -> Int[np.ndarray, " T"]:
+    """For each step the step that its echo comes from, at most `window` steps back; -1 where there is none.
+
+    Contexts of up to `longest` tokens are compared; 1 is the latest occurrence of the token, whatever stood before.
+    """
     found = np.full(len(tokens), -1, np.int64)
     for start, end in itertools.pairwise(offsets):
-        latest: list[dict[tuple[int, ...], int]] = [{} for _ in range(CONTEXT)]
+        latest: list[dict[tuple[int, ...], int]] = [{} for _ in range(longest)]
         sequence = tokens[start:end].tolist()
         for step in range(len(sequence)):
             # Before the first token stands -1, as in the decode step's memory.
-            context = tuple(sequence[step - back] if step >= back else -1 for back in range(CONTEXT))
-            for length in range(CONTEXT, 0, -1):
+            context = tuple(sequence[step - back] if step >= back else -1 for back in range(longest))
+            for length in range(longest, 0, -1):
                 source = latest[length - 1].get(context[:length], -1)
                 if source >= 0 and step - source <= window:
                     found[start + step] = start + source
                     break
-            for length in range(CONTEXT):
+            for length in range(longest):
                 latest[length][context[: length + 1]] = step
     return found
 

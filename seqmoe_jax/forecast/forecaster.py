@@ -18,7 +18,7 @@ from seqmoe_jax.forecast.config import PredictorConfig
 Forecast = Float32[Array, "2 keys"]
 
 SCORE_UNIT = 2.0**24  # slot scores are int32; worths below 2 keep 24 bits
-PENDING = 0.5  # weight of the retention of an expert whose layer is still to come; measured best in simulation
+PENDING = 1.0  # weight of the retention of an expert whose layer is still to come: half cost .018 of hit rate at 25 %
 
 
 def worth(forecast: Forecast) -> Int32[Array, "2 keys"]:
@@ -28,8 +28,9 @@ def worth(forecast: Forecast) -> Int32[Array, "2 keys"]:
 
 
 def from_history(retention: Float32[Array, " keys"]) -> Forecast:
-    """The forecast where there is no predictor: an expert is worth the same before and after its layer has run."""
-    return jnp.stack([(1 - PENDING) * retention, retention])
+    """The forecast where there is no predictor: nothing is said of the coming step, so an expert is worth the same
+    before and after its layer has run."""
+    return jnp.stack([jnp.zeros_like(retention), retention])
 
 
 def features(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
+from seqmoe_jax.errors import PredictorError
 from seqmoe_jax.forecast.ssd import causal_conv, conv_step, ssd_chunked, ssd_step
 
 Weights = dict[str, Any]
@@ -32,7 +33,7 @@ class Mamba2Config:
 
     def __post_init__(self) -> None:
         if self.inner % self.head:
-            raise ValueError(f"expand * width must be a multiple of head {self.head}, got {self.inner}")
+            raise PredictorError(f"expand * width must be a multiple of head {self.head}, got {self.inner}")
 
     @property
     def inner(self) -> int:

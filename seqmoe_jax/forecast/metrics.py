@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.forecast.data import Batch, Steps, window
-from seqmoe_jax.forecast.predictor import Outputs, Predictor
+from seqmoe_jax.forecast.predictor import BESIDE, Outputs, Predictor
 
 EXTRA = 5  # k' runs over K, K + 1, ..., K + 4
 
@@ -42,11 +42,6 @@ def hits(scores: Float[Array, "*B L E"], target: Float[Array, "*B L E"], valid: 
     found = jnp.cumsum(right.sum(axes).astype(jnp.float32), axis=-1)  # [L, widest]
     columns = np.minimum(np.arange(active - 1, active + EXTRA - 1), widest - 1)
     return Hits(found[:, columns].T, valid.sum().astype(jnp.float32))
-
-
-def trained(valid: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
-    """The positions that recall is taken over: all but a sequence's first, which has no routing before it."""
-    return valid & (jnp.arange(valid.shape[1]) > 0)
 
 
 def batches(steps: Steps, config: PredictorConfig, size: int | None = None) -> Iterator[Batch]:
@@ -81,7 +76,7 @@ def graph_of(config: PredictorConfig) -> Any:
 def params_of(config: PredictorConfig, weights: dict[str, Any]) -> Any:
     """The trainable state that holds these weights."""
     model = Predictor(config, rngs=nnx.Rngs(0))
-    model.load({name: value for name, value in weights.items() if name != "token_table"})
+    model.load({name: value for name, value in weights.items() if name not in BESIDE})
     return nnx.state(model, nnx.Param)
 
 
@@ -108,7 +103,7 @@ def recall_of(
     for batch in batches(steps, config):
         outputs = forecast(config, params, batch, bfloat16)
         target = batch.target.reshape(outputs.next.shape)
-        mask = trained(batch.valid)
+        mask = batch.scored
         found = hits_jit(outputs.next, target, mask, config.active)
         again = hits_jit(refined(config, params, batch, outputs, trigger), target, mask, config.active)
         plain = found if plain is None else plain + found

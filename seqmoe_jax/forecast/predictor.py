@@ -21,6 +21,10 @@ from seqmoe_jax.forecast.features import NO_TOKEN
 from seqmoe_jax.forecast.mamba2 import Mamba2, linear_init, rms_norm
 from seqmoe_jax.forecast.noise import Noise, drop, drop_layers, drop_rows
 
+# What a stored predictor has beside its weights: the embedding row of every token id, and how often each expert is
+# used in prompts [L, E].
+BESIDE = ("token_table", "popularity")
+
 
 class Inputs(NamedTuple):
     """What positions read. `rows` (token rows) and `echo` are None where the predictor does not use them."""

@@ -61,6 +61,12 @@ class Fields:
             raise ConfigError(f"{self.where}: field {name!r} must be a list of integers, got {value!r}")
         return tuple(value)
 
+    def texts(self, name: str, default: Any = _MISSING) -> tuple[str, ...]:
+        value = self._get(name, (list, tuple), default, ())
+        if not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"{self.where}: field {name!r} must be a list of strings, got {value!r}")
+        return tuple(value)
+
     def unsupported(self, name: str, value: Any, supported: tuple[Any, ...]) -> ConfigError:
         """The error for a field whose value is understood but not supported."""
         listed = ", ".join(map(repr, supported))

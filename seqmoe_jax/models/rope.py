@@ -23,10 +23,10 @@ class Yarn:
     beta_slow: float = 1.0
     truncate: bool = True  # the ends of the blend are rounded outwards to whole dimensions
 
-    @property
-    def magnitude(self) -> float:
-        """What cosines and sines are multiplied by unless the model says otherwise: 0.1 ln(factor) + 1."""
-        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+    def mscale(self, weight: float = 1.0) -> float:
+        """0.1 weight ln(factor) + 1. With weight 1, what cosines and sines are multiplied by unless a model says
+        otherwise."""
+        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def blend(self, theta: float, dims: int) -> np.ndarray:
         """Per frequency, `[dims / 2]`: 0 keeps it, 1 divides it by the factor."""

@@ -1,4 +1,4 @@
-"""`seqmoe simulate`: what a policy and a prefetcher would be worth, from a trace alone."""
+"""`seqmoe trace` records a trace; `seqmoe simulate` says what a policy and a prefetcher would be worth on one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import argparse
 import dataclasses
 import json
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqmoe_jax.errors import ConfigError
 
 if TYPE_CHECKING:  # at run time only where used: these compile code that no other command needs
+    from seqmoe_jax.api import Engine
+    from seqmoe_jax.sampling import SamplingConfig
     from seqmoe_jax.traces.forecasts import Forecasts
     from seqmoe_jax.traces.format import Trace
     from seqmoe_jax.traces.simulator import Result, Simulation
@@ -18,6 +23,64 @@ if TYPE_CHECKING:  # at run time only where used: these compile code that no oth
 _POLICIES = ("lru", "lfu", "prefill-hot", "belady", "belady-8", "forecast", "forecast-direct")
 ROLLOUT = 7  # steps beyond the coming one that policy `forecast` scores by: 8 in all (paper, 9.1)
 _PREFETCHERS = ("none", "moe-infinity", "promoe", "seqmoe")
+
+
+def add_record_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--prompts", required=True, metavar="FILE", help="one per line; or .jsonl of objects with 'prompt' and, "
+        "if wanted, 'split' and 'temperature'")  # fmt: skip
+    add("--out", required=True, metavar="T.npz")
+    add("--chat", action="store_true", help="prompts are a user's messages, to be answered by the chat template")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="per prompt, at most (default: 256)")
+    add("--batch", type=int, default=8, metavar="B", help="sequences decoded together, 1 to 8 (default: 8)")
+    add("--name", metavar="ID", help="what the trace calls the model (default: MODEL, of a path its last part)")
+    add("--json", action="store_true", help="machine-readable output")
+
+
+def record(
+    args: argparse.Namespace, *, load: Callable[[], Engine], sampling: Callable[[Engine], SamplingConfig]
+) -> int:
+    """Reads the prompts, loads the model, records; prints one line or one JSON object."""
+    from tqdm import tqdm
+
+    from seqmoe_jax.traces.record import Recording, read_prompts
+    from seqmoe_jax.traces.record import record as record_prompts
+
+    prompts = read_prompts(args.prompts)
+    engine = load()
+    recording = Recording(max_new_tokens=args.max_new_tokens, sampling=sampling(engine), chat=args.chat)
+    begun = time.perf_counter()
+    with tqdm(total=len(prompts), unit="prompt", disable=args.json or not sys.stderr.isatty(), leave=False) as bar:
+
+        def progress(done: int, steps: int) -> None:
+            bar.update(done - bar.n)
+            bar.set_postfix_str(f"{steps} steps")
+
+        trace = record_prompts(engine, prompts, recording, args.out, model=model_name(args), progress=progress)
+    decoded = int(trace.decoded().sum())
+    said = {
+        "trace": str(args.out),
+        "model": trace.model,
+        "sequences": trace.sequences,
+        "left_out": len(prompts) - trace.sequences,
+        "prompt_steps": trace.steps - decoded,
+        "decode_steps": decoded,
+        **trace.sizes,
+        "seconds": round(time.perf_counter() - begun, 1),
+    }
+    if args.json:
+        print(json.dumps(said))
+    else:
+        print(
+            f"{args.out}: {trace.sequences} sequences of {trace.model}, {decoded} decode steps after "
+            f"{trace.steps - decoded} of prompts, in {said['seconds']} s"
+        )
+    return 0
+
+
+def model_name(args: argparse.Namespace) -> str:
+    """What the trace calls its model: no directory of this machine."""
+    return args.name or (Path(args.model).resolve().name if Path(args.model).exists() else args.model)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float16
+from jaxtyping import Bool, Float16, Integer
 
 from seqmoe_jax.errors import TraceError
 from seqmoe_jax.traces.format import Trace
@@ -69,7 +69,11 @@ class Forecasts:
 
     def slice(self, stop: int) -> Forecasts:
         """Those of the first `stop` steps."""
-        cut = {name: getattr(self, name)[:stop] for name in _ARRAYS if getattr(self, name) is not None}
+        return self.take(np.arange(stop))
+
+    def take(self, steps: Integer[np.ndarray, " t"] | Bool[np.ndarray, " T"]) -> Forecasts:
+        """Those of some steps, by index or mask."""
+        cut = {name: getattr(self, name)[steps] for name in _ARRAYS if getattr(self, name) is not None}
         return Forecasts(**cut, trigger=self.trigger, name=self.name)
 
 

@@ -15,6 +15,9 @@ A trace is a flat array of T steps; `seq_offsets` cuts it into N sequences. Fiel
 | `split` | string | N | optional: `train`, `test`, ... |
 | `prefill_lens` | integer | N | optional: how many first steps of a sequence are its prompt (default 0) |
 
+A prompt's tokens are steps like those decoded: the predictor reads both. What counts hits or recall counts decoded
+steps alone.
+
 Every other array is metadata. It is kept; one with N rows is taken to be per sequence.
 """
 
@@ -23,13 +26,13 @@ from __future__ import annotations
 import itertools
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int32, Integer, UInt8
+from jaxtyping import Bool, Float32, Int32, Integer, UInt8
 
 from seqmoe_jax.errors import TraceError
 
@@ -132,6 +135,40 @@ class Trace:
             },
         )
 
+    def decoded(self) -> Bool[np.ndarray, " T"]:
+        """True at the steps that are not of a prompt."""
+        prompts = np.zeros(self.sequences, np.int64) if self.prefill_lens is None else self.prefill_lens
+        within = np.arange(self.steps) - np.repeat(self.seq_offsets[:-1], self.lens)
+        return within >= np.repeat(prompts, self.lens)
+
+    def without_prompts(self) -> Trace:
+        """The decoded steps alone; sequences without any are left out."""
+        if self.prefill_lens is None:
+            return self
+        kept, lens = self.decoded(), self.lens - self.prefill_lens
+        trace = replace(
+            self,
+            ids=self.ids[kept],
+            probs_u8=self.probs_u8[kept],
+            tok=self.tok[kept],
+            lens=lens,
+            seq_offsets=np.concatenate([[0], np.cumsum(lens, dtype=np.int64)]),
+            prefill_lens=None,
+        )
+        return trace.take(np.flatnonzero(lens))
+
+    def popularity(self) -> Float32[np.ndarray, "L E"]:
+        """Share of the prompts' tokens that activated each expert (of all steps, where there are no prompts).
+
+        What a prefill that knows nothing of its prompt yet should have resident first (paper 8.4).
+        """
+        chosen = ~self.decoded()
+        if not chosen.any():
+            chosen[:] = True
+        ids = self.ids[chosen].astype(np.int64) + np.arange(self.layers)[:, None] * self.num_experts
+        counts = np.bincount(ids.reshape(-1), minlength=self.layers * self.num_experts)
+        return (counts / chosen.sum()).astype(np.float32).reshape(self.layers, self.num_experts)
+
     def check_model(self, *, layers: int, experts: int, active: int, name: str = "the model") -> None:
         """`TraceError` unless the trace is of a model with these L, E and K."""
         theirs, ours = (layers, experts, active), (self.layers, self.num_experts, self.active)
@@ -140,6 +177,24 @@ class Trace:
                 f"the trace is of another model: {name} has (layers, experts, active experts) {theirs}, "
                 f"the trace {ours}"
             )
+
+
+def join(traces: Sequence[Trace]) -> Trace:
+    """One trace of the sequences of several, which have the same fields and are of one model."""
+    first = traces[0]
+    optional = [name for name in ("split", "prefill_lens") if getattr(first, name) is not None]
+    per_sequence = [name for name, array in first.metadata.items() if array.shape[:1] == first.lens.shape]
+    whole: dict[str, Any] = {
+        name: np.concatenate([getattr(trace, name) for trace in traces])
+        for name in ("ids", "probs_u8", "tok", "lens", *optional)
+    }
+    return replace(
+        first,
+        **whole,
+        seq_offsets=np.concatenate([[0], np.cumsum(whole["lens"], dtype=np.int64)]),
+        metadata={**first.metadata}
+        | {name: np.concatenate([trace.metadata[name] for trace in traces]) for name in per_sequence},
+    )
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:

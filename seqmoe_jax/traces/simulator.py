@@ -96,8 +96,17 @@ def simulate(
     forecasts: Forecasts | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Result:
-    """Runs the whole trace; `progress` is called with the number of steps done."""
+    """Runs the decoded steps of the whole trace; `progress` is called with the number of steps done.
+
+    Prompts are not simulated: prefill is not a sequence of steps. Policy `prefill-hot` and forecasts know them.
+    """
     _check(trace, config, forecasts)
+    hot = _hot(trace, config.hot_steps) if config.policy == "prefill-hot" else None
+    decoded = trace.decoded()
+    if not decoded.all():
+        some = np.add.reduceat(decoded, trace.seq_offsets[:-1]) > 0
+        hot = None if hot is None else hot[some]
+        trace, forecasts = trace.without_prompts(), None if forecasts is None else forecasts.take(decoded)
     keys, active = trace.layers * trace.num_experts, trace.active
     slots = int(config.residency * keys + 1e-9)
     if slots < active + (config.prefetcher != "none"):
@@ -150,7 +159,6 @@ def simulate(
         pool.value[:] = -first_use
     else:
         next_use = np.zeros((0, 1, 1), np.int64)
-    hot = _hot(trace, config.hot_steps) if config.policy == "prefill-hot" else None
     for start in range(0, trace.steps, _BLOCK):
         stop = min(start + _BLOCK, trace.steps)
         signals = _signals(trace, config, forecasts, hot, next_use, start, stop)
@@ -162,10 +170,10 @@ def simulate(
 
 
 def _check(trace: Trace, config: Simulation, forecasts: Forecasts | None) -> None:
-    if trace.steps <= config.skip:
+    steps = int(trace.decoded().sum())
+    if steps <= config.skip:
         raise ConfigError(
-            f"the trace has {trace.steps} steps and the first {config.skip} are not counted: "
-            "use a longer trace or skip fewer"
+            f"the trace has {steps} steps and the first {config.skip} are not counted: use a longer trace or skip fewer"
         )
     needs = config.prefetcher != "none" or config.policy in ("forecast", "forecast-direct")
     if not needs:

@@ -29,6 +29,22 @@ def default_rope(theta: float = 1e6, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": theta} | more}
 
 
+def yarn(**more: Any) -> dict[str, Any]:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    return {"rope_parameters": rope | more}
+
+
+# Keys and values of different sizes, so that a transposition shows.
+DELTA_NET: dict[str, Any] = dict(
+    layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=16, linear_value_head_dim=24, linear_conv_kernel_dim=4,
+)  # fmt: skip
+LATENT: dict[str, Any] = dict(
+    intermediate_size=96, moe_intermediate_size=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8,
+    v_head_dim=24, n_routed_experts=8,
+)  # fmt: skip
+
+
 # model_type -> (class, what its config says beyond COMMON): small, and every branch of the family in use.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": (
@@ -56,13 +72,39 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(intermediate_size=32, num_key_value_heads=2, num_local_experts=8, embedding_multiplier=12.0,
              logits_scaling=6.0, residual_multiplier=0.22, attention_multiplier=0.0625, tie_word_embeddings=True),
     ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5Moe",
+        dict(moe_intermediate_size=32, shared_expert_intermediate_size=48, num_key_value_heads=2, head_dim=32,
+             num_experts=8, **DELTA_NET,
+             **default_rope(1e7, partial_rotary_factor=0.25, mrope_section=[2, 1, 1], mrope_interleaved=True)),
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        dict(intermediate_size=96, moe_intermediate_size=32, shared_expert_intermediate_size=48,
+             num_key_value_heads=2, head_dim=32, num_experts=8, norm_topk_prob=True, **DELTA_NET,
+             **default_rope(1e7, partial_rotary_factor=0.25)),
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        dict(**LATENT, q_lora_rank=None, n_shared_experts=2, first_k_dense_replace=1, n_group=4, topk_group=2,
+             topk_method="group_limited_greedy", routed_scaling_factor=2.0, **yarn(mscale=0.707, mscale_all_dim=0.707)),
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        dict(**LATENT, q_lora_rank=24, num_key_value_heads=4, n_shared_experts=1, first_k_dense_replace=1, n_group=4,
+             topk_group=2, routed_scaling_factor=2.5, **yarn(mscale=1.0, mscale_all_dim=0.8)),
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        dict(**LATENT, q_lora_rank=24, num_key_value_heads=4, n_shared_experts=1, n_group=1, topk_group=1,
+             rms_norm_eps=1e-5, **default_rope(partial_rotary_factor=1.0)),
+    ),
     # Its own test is test_parity.py; here with YaRN.
     "qwen3_moe": (
         "Qwen3Moe",
         dict(intermediate_size=96, moe_intermediate_size=32, num_key_value_heads=2, head_dim=32, num_experts=8,
              norm_topk_prob=True,
-             rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
-                              "original_max_position_embeddings": 64}),
+             **yarn()),
     ),
 }  # fmt: skip
 
@@ -79,7 +121,8 @@ class Reference:
 def make(family: str, directory: Path) -> Reference:
     """Writes a checkpoint of bfloat16 weights and runs it."""
     name, changes = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**COMMON | changes, eos_token_id=None, pad_token_id=None)
+    kind = f"{name}TextConfig" if family.endswith("_text") else f"{name}Config"
+    config = getattr(transformers, kind)(**COMMON | changes, eos_token_id=None, pad_token_id=None)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     randomize(model)
     model.to(torch.bfloat16).save_pretrained(directory)
@@ -105,7 +148,11 @@ def randomize(model: torch.nn.Module) -> None:
                 continue
             noise = torch.randn(tensor.shape, generator=generator)
             if "norm" in name:
-                value = 1 + 0.2 * noise
+                value = tensor.mean() + 0.2 * noise  # centred on one or on zero, as it was
+            elif name.endswith("A_log"):
+                value = noise.clamp(-1, 1)
+            elif name.endswith("dt_bias"):
+                value = 0.5 * noise
             elif name.endswith("correction_bias"):
                 value = 0.2 * noise
             elif name.endswith(("bias", "sinks")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 
 import jax
@@ -11,7 +12,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import torch
 from checkpoints import FAMILIES, NEW, PROMPT, make
+from safetensors.torch import load_file, save_file
 
 from seqmoe_jax.decode import StepOutput, choose, forward
 from seqmoe_jax.engine import TokenEngine
@@ -74,3 +77,30 @@ def test_tokens_at_full_load_are_those_of_transformers(case):
     engine = TokenEngine(model, policy="full")
     assert generate(engine) == reference.tokens[len(PROMPT) :]
     assert engine.last_stats.hit_rate == 1
+
+
+def test_the_published_layout_of_qwen3_5_gives_the_same_weights(tmp_path, caplog):
+    """Text part nested in the config and below `model.language_model`, experts fused, vision and prediction beside."""
+    reference = make("qwen3_5_moe_text", tmp_path / "saved")
+    tensors, published = load_file(reference.directory / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            published[name.replace("model.", "model.language_model.", 1)] = tensor
+    for layer in range(2):
+        theirs, ours = f"model.layers.{layer}.mlp.experts.", f"model.language_model.layers.{layer}.mlp.experts."
+        part = {
+            kind: torch.stack([tensors[f"{theirs}{expert}.{kind}_proj.weight"] for expert in range(8)])
+            for kind in ("gate", "up", "down")
+        }
+        published[ours + "gate_up_proj"] = torch.cat([part["gate"], part["up"]], dim=1)
+        published[ours + "down_proj"] = part["down"]
+    published |= {"mtp.fc.weight": torch.zeros(2), "model.visual.patch_embed.proj.weight": torch.zeros(2)}
+    save_file(published, tmp_path / "model.safetensors")
+    text = json.loads((reference.directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": text}))
+    with caplog.at_level("INFO", "seqmoe_jax"):
+        model, saved = load_model(tmp_path)[0], load_model(reference.directory)[0]
+    assert "mtp.* (1 tensors), model.visual.* (1 tensors)" in caplog.text
+    assert model.spec == saved.spec
+    both = (jax.tree.leaves((loaded.weights, loaded.pools)) for loaded in (model, saved))
+    assert all(np.array_equal(ours, expected) for ours, expected in zip(*both, strict=True))

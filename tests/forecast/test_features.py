@@ -1,5 +1,7 @@
 """Features, echoes, distances to the next use, losses: against definitions written out by hand."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,6 +103,13 @@ def test_windows_hide_what_came_before_them():
     sources = np.asarray(steps.echo[14:19])
     found = np.asarray(batch.inputs.echo[0, :5].max(-1) > 0)
     assert found.tolist() == (sources >= 14).tolist()
+
+
+def test_recall_is_taken_over_decoded_steps_that_follow_one():
+    trace = dataclasses.replace(TRACE, prefill_lens=np.array([0, 4, 20]))
+    steps = prepare(trace, CONFIG, token_table(TRACE.tok, 9))
+    batch = cut(steps, steps.starts, steps.ends, 20, CONFIG)
+    assert [np.flatnonzero(row).tolist() for row in batch.scored] == [[*range(1, 12)], [4, 5, 6], []]
 
 
 def test_padded_data_gives_the_same_windows():

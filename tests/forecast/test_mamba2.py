@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from seqmoe_jax.errors import PredictorError
 from seqmoe_jax.forecast.mamba2 import Mamba2, Mamba2Config, block_step, init_state
 from seqmoe_jax.forecast.ssd import ssd_chunked, ssd_step
 from tests.forecast import numpy_mamba2
@@ -79,5 +80,5 @@ def test_any_chunk_length_and_a_starting_state(chunk):
 
 
 def test_width_must_fit_the_heads():
-    with pytest.raises(ValueError, match="multiple of head 64"):
+    with pytest.raises(PredictorError, match="multiple of head 64"):
         Mamba2Config(width=48, expand=1)

@@ -12,6 +12,7 @@ from flax import nnx
 from seqmoe_jax.errors import PredictorError, TraceError
 from seqmoe_jax.forecast import command, store
 from seqmoe_jax.forecast.baselines import baselines
+from seqmoe_jax.forecast.checkpoints import Checkpoints
 from seqmoe_jax.forecast.config import PredictorConfig, Retention
 from seqmoe_jax.forecast.data import prepare
 from seqmoe_jax.forecast.evaluate import evaluate_baseline, evaluate_predictor, table
@@ -134,9 +135,59 @@ def test_commands(tmp_path, capsys):
     capsys.readouterr()
     words = (tmp_path / "T.npz", "--predictor", tmp_path / "p", "--model", "some/model", "--json")
     assert command.evaluate(parse(command.add_evaluate_arguments, *words)) == 0
-    rows = json.loads(capsys.readouterr().out)["predictors"]
-    assert set(rows) == {"popularity", "repeat-last", "first-order", "activations+token"}
-    assert (tmp_path / "p" / "evaluation.json").exists()
+    said = json.loads(capsys.readouterr().out)
+    names = {"popularity", "repeat-last", "first-order", "activations+token"}
+    assert set(said["predictors"]) == names
+    assert said["cost"]["flops_per_step"] > said["cost"]["parameters"]
+    kept = json.loads((tmp_path / "p" / "evaluation.json").read_text())
+    assert set(kept["splits"]["test"]["predictors"]) == names
+    assert kept["splits"]["test"]["predictors"]["activations+token"] == said["predictors"]["activations+token"]
+    assert kept["cost"] == said["cost"]
+    config, weights = store.load(tmp_path / "p")
+    assert (config.model, config.layers, config.experts, config.active) == ("some/model", 3, 8, 2)
+    np.testing.assert_allclose(weights["popularity"], TRACE.select("train").popularity(), atol=2e-3)
+    # Done already: a second run trains nothing, and one of another seed is refused.
+    before = (tmp_path / "p" / "predictor-1.safetensors").read_bytes()
+    assert command.train(args) == 0
+    assert (tmp_path / "p" / "predictor-1.safetensors").read_bytes() == before
+    args.seed = 1
+    with pytest.raises(PredictorError, match="another seed"):
+        command.train(args)
+
+
+def test_checkpoints_are_of_one_predictor_and_run(tmp_path):
+    Checkpoints(tmp_path, CONFIG, {"seed": 0, "trace": "ab"})
+    Checkpoints(tmp_path, CONFIG, {"seed": 0, "trace": "ab"})
+    about = json.loads((tmp_path / "predictor.json").read_text())
+    assert {about[name] for name in ("model", "inputs")} == {"some/model", "activations+token"}
+    with pytest.raises(PredictorError, match="a run with another trace; choose an empty directory, or start anew"):
+        Checkpoints(tmp_path, CONFIG, {"seed": 0, "trace": "cd"})
+    with pytest.raises(PredictorError, match="checkpoints of another predictor"):
+        Checkpoints(tmp_path, dataclasses.replace(CONFIG, inputs="activations"), {"seed": 0, "trace": "ab"})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--updates", "0"), "--updates must be at least 1, got 0"),
+        (("--refine-width", "0"), "--refine-width must be at least 1"),
+        (("--learning-rate", "2"), "--learning-rate must be above 0 and below 1"),
+        (("--width", "0"), "needs positive sizes"),
+        (("--width", "20"), "multiple of head"),
+    ],
+)
+def test_faults_of_training_are_said_before_it_begins(tmp_path, words, message):
+    write_trace(tmp_path / "T.npz", TRACE)
+    with pytest.raises(PredictorError, match=message):
+        command.train(parse(command.add_train_arguments, tmp_path / "T.npz", "--out", tmp_path / "p", *words))
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_trace_without_a_second_step_is_refused(tmp_path):
+    short = random_trace(lengths=(1,) * 12, split=["train"] * 12, **SHAPE)
+    write_trace(tmp_path / "T.npz", short)
+    with pytest.raises(PredictorError, match="sequences of at least 2 steps"):
+        command.train(parse(command.add_train_arguments, tmp_path / "T.npz", "--out", tmp_path / "p"))
 
 
 def test_errors_are_one_line(tmp_path):

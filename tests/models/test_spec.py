@@ -32,7 +32,7 @@ def test_dense_layers_are_where_the_file_says():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "t5"}, "model_type 't5' is not supported; supported: 'glm4_moe', 'granitemoe'"),
+        ({"model_type": "t5"}, "model_type 't5' is not supported; supported: 'deepseek_v2', "),
         ({"model_type": None}, "'model_type' is missing"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"hidden_size": "64"}, "'hidden_size' must be int, got '64'"),

@@ -93,6 +93,15 @@ def test_slots_do_not_matter_to_the_bit(implementation):
     np.testing.assert_array_equal(at_home, run(implementation, layout, (x, blocks[order], moved, weights)))
 
 
+def test_a_token_gets_the_same_bits_in_any_row_of_a_batch():
+    layout, _, (x, blocks, ids, weights) = case(FP8, BF16, 256, 128, batch=2)
+    both = run("gpu", layout, (x, blocks, ids, weights))
+    swapped = run("gpu", layout, (x[::-1], blocks, ids[::-1], weights[::-1]))
+    np.testing.assert_array_equal(both, swapped[::-1])
+    alone = run("gpu", layout, (x[1:], blocks, ids[1:], weights[1:]))
+    np.testing.assert_array_equal(both[1:], alone)
+
+
 @pytest.mark.parametrize("implementation", ["xla", "gpu", "tpu"])
 def test_inactive_routes_contribute_nothing_even_beside_nan(implementation):
     layout, _, (x, blocks, ids, weights) = case(F32, F32, 64, 32, batch=2)
@@ -169,9 +178,18 @@ def shapes(batch, per_token, hidden, layout, slots=64):
     )
 
 
-def test_block_shapes_found_by_the_sweep_are_the_default():
-    config = default_config(swiglu_layout(hidden=2048, width=1536, dtype=BF16))
-    assert config == Config(up_rows=2, up_cols=2048, up_warps=1, down_rows=2, down_cols=512, down_warps=4)
+@pytest.mark.parametrize("name", REAL_SHAPES)
+def test_default_block_shapes_fit_and_keep_enough_in_flight(name):
+    per_token, hidden, width, dtype = REAL_SHAPES[name]
+    layout = swiglu_layout(hidden=hidden, width=width, dtype=dtype)
+    config = default_config(layout, per_token)
+    config.check(layout)
+    up = config.up_rows * 2 * hidden * dtype.itemsize / (32 * config.up_warps)
+    down = config.down_rows * per_token * width * dtype.itemsize / (32 * config.down_warps)
+    if name != "demo":
+        # Bytes of weights that a thread asks for: enough to hide memory's latency, and registers to hold them.
+        assert 180 <= up <= 512
+        assert 180 <= down <= 512
 
 
 def test_unaligned_tpu_shapes_are_refused():

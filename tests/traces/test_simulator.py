@@ -76,6 +76,18 @@ def belady_hits(trace: Trace, slots: int, skip: int) -> int:
     return hits
 
 
+def test_prompts_are_known_but_not_simulated(short, oracle):
+    """A trace with prompts gives what its decoded steps alone would; prefill-hot alone looks at the prompts."""
+    prompted = dataclasses.replace(short, prefill_lens=np.array([40, 0, int(short.lens[2])]))
+    alone = prompted.without_prompts()
+    assert (alone.sequences, alone.steps) == (2, short.steps - 40 - int(short.lens[2]))
+    config = Simulation(residency=0.45, policy="forecast-direct", prefetcher="seqmoe", skip=50)
+    forecasts = oracle.take(prompted.decoded())
+    assert simulate(prompted, config, oracle) == simulate(alone, config, forecasts)
+    config = Simulation(residency=0.45, policy="prefill-hot", skip=50)
+    assert simulate(prompted, config) != simulate(alone, config)
+
+
 @pytest.mark.parametrize("residency", [0.1, 0.45])
 @pytest.mark.parametrize(("policy", "hits"), [("lru", lru_hits), ("belady", belady_hits)])
 def test_hits_are_those_of_a_plain_cache(short, policy, hits, residency):

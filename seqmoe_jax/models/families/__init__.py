@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from seqmoe_jax.models.families import glm4_moe, granitemoe, mixtral, olmoe, qwen_moe
+from seqmoe_jax.models.families import deepseek, glm4_moe, granitemoe, mixtral, olmoe, qwen_moe, qwen_next
 from seqmoe_jax.models.families.common import Family
 from seqmoe_jax.models.fields import Fields
 from seqmoe_jax.models.spec import ModelSpec
 
 # By `model_type` of config.json.
 FAMILIES: Mapping[str, Family] = {
+    "deepseek_v2": deepseek.V2,
+    "deepseek_v3": deepseek.V3,
     "glm4_moe": glm4_moe.FAMILY,
+    "glm4_moe_lite": deepseek.GLM4_LITE,
     "granitemoe": granitemoe.FAMILY,
     "mixtral": mixtral.FAMILY,
     "olmoe": olmoe.FAMILY,
     "qwen2_moe": qwen_moe.QWEN2,
+    "qwen3_5_moe": qwen_next.QWEN3_5,
+    "qwen3_5_moe_text": qwen_next.QWEN3_5,
     "qwen3_moe": qwen_moe.QWEN3,
+    "qwen3_next": qwen_next.NEXT,
 }
 
 

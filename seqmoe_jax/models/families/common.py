@@ -29,6 +29,7 @@ class Family:
 
     spec: Callable[[Fields], ModelSpec]
     names: Names
+    dialects: tuple[Names, ...] = ()  # other names that checkpoints of this family go by
 
 
 def only(config: Fields, name: str, value: Any, default: Any) -> None:
@@ -42,14 +43,18 @@ def rms_norm(config: Fields, default: float = 1e-6) -> RMSNorm:
     return RMSNorm(eps=config.number("rms_norm_eps", default))
 
 
+def rope_group(config: Fields) -> Fields:
+    """`rope_parameters` of newer files, else `rope_scaling` of older ones."""
+    group = config.group("rope_parameters")
+    return group if group.values else config.group("rope_scaling")
+
+
 def rope(config: Fields, head_dim: int, *, theta: float = 10000.0, part: float = 1.0) -> Rope:
     """Rotary positions from `rope_parameters` of newer files, or `rope_theta` and `rope_scaling` of older ones.
 
     `theta` and `part` (the share of a head that turns) are the family's defaults.
     """
-    group = config.group("rope_parameters")
-    if not group.values:
-        group = config.group("rope_scaling")
+    group = rope_group(config)
     kind = group.text("rope_type", group.text("type", "default"))
     theta = group.number("rope_theta", config.number("rope_theta", theta))
     part = group.number("partial_rotary_factor", config.number("partial_rotary_factor", part))
@@ -72,7 +77,10 @@ def rope(config: Fields, head_dim: int, *, theta: float = 10000.0, part: float =
     )
     if yarn.factor < 1 or yarn.beta_slow <= 0 or yarn.beta_fast <= yarn.beta_slow:
         raise ConfigError(f"{group.where}: expected factor >= 1 and beta_fast > beta_slow > 0, got {group.values}")
-    return Rope(theta=theta, dims=dims, yarn=yarn, magnitude=group.number("attention_factor", yarn.magnitude))
+    # DeepSeek gives a weight for cosines and sines, and one for the scores, by which it is divided.
+    weight, score_weight = group.number("mscale", 0.0), group.number("mscale_all_dim", 0.0)
+    magnitude = yarn.mscale(weight) / yarn.mscale(score_weight) if weight and score_weight else yarn.mscale()
+    return Rope(theta=theta, dims=dims, yarn=yarn, magnitude=group.number("attention_factor", magnitude))
 
 
 def gqa(config: Fields, *, theta: float = 10000.0, part: float = 1.0, **options: Any) -> GQA:
@@ -114,9 +122,9 @@ def sparse_layers(config: Fields) -> tuple[bool, ...]:
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(config.size("num_hidden_layers")))
 
 
-def sigmoid_router(config: Fields) -> RouterSpec:
-    """DeepSeek-V3's router (arXiv 2412.19437), which others took over."""
-    count, best = config.size("n_group", 1), config.size("topk_group", 1)
+def sigmoid_router(config: Fields, default_groups: tuple[int, int] = (1, 1)) -> RouterSpec:
+    """DeepSeek-V3's router (arXiv 2412.19437), which others took over. `default_groups`: all, best."""
+    count, best = config.size("n_group", default_groups[0]), config.size("topk_group", default_groups[1])
     spec = router(
         config,
         *("n_routed_experts", "num_local_experts", "num_experts"),
@@ -130,6 +138,19 @@ def sigmoid_router(config: Fields) -> RouterSpec:
     )
     check_groups(config, spec, count, best)
     return spec
+
+
+def layer_types(
+    config: Fields, default: tuple[str, ...], known: tuple[str, ...], name: str = "layer_types"
+) -> tuple[str, ...]:
+    """The kind of each layer from a list. Raises `ConfigError` for an unknown kind or a wrong count."""
+    types, layers = config.texts(name, default), config.size("num_hidden_layers")
+    if len(types) != layers:
+        raise ConfigError(f"{config.where}: {name} has {len(types)} entries for num_hidden_layers {layers}")
+    for kind in types:
+        if kind not in known:
+            raise config.unsupported(name, kind, known)
+    return types
 
 
 def check_groups(config: Fields, spec: RouterSpec, count: int, best: int) -> None:

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from seqmoe_jax.models import ring
 from seqmoe_jax.models.layers import einsum, linear
+from seqmoe_jax.models.mixers.attend import QUERY_BLOCK, in_query_blocks, softmax
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.rope import Rope
 from seqmoe_jax.models.tensors import Take, Tensor, Tensors
-
-QUERY_BLOCK = 256  # queries scored at once in prefill: bounds the score matrix to [B, N, 256, C]
 
 
 class KV(NamedTuple):
@@ -31,11 +31,12 @@ class KV(NamedTuple):
 
 
 class GQAWeights(NamedTuple):
-    """Query, key and value projections are one matrix, rows in that order: one product instead of three."""
+    """Query, key and value projections (and the output gate's) are one matrix, rows in that order: one product
+    instead of three."""
 
-    qkv: Float[Array, "NGGD H"]
+    qkv: Float[Array, "rows H"]
     o: Float[Array, "H ND"]
-    qkv_bias: Float[Array, " NGGD"] | None
+    qkv_bias: Float[Array, " rows"] | None
     o_bias: Float[Array, " H"] | None
     q_norm: Any  # [D] or [N D] and [D] or [G D], None without norms
     k_norm: Any
@@ -50,6 +51,7 @@ class GQA:
     qk_norm: queries and keys are normed by head, or over the full width of their projection.
     clip: queries, keys and values are clipped to +-clip after that.
     window: a position sees itself and the `window - 1` before it; None: all.
+    gate: a head's output is multiplied by the sigmoid of a gate; rows of each head in `q` are query, then gate.
     sinks: a learned score per head joins the softmax and takes its share to nowhere (arXiv 2309.17453).
     """
 
@@ -65,10 +67,11 @@ class GQA:
     clip: float | None = None
     window: int | None = None
     sinks: bool = False
+    gate: bool = False
 
     def tensors(self, hidden: int) -> Tensors:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        rows = {"q": queries, "k": keys, "v": keys}
+        rows = {"q": 2 * queries if self.gate else queries, "k": keys, "v": keys}
         tensors = {name: Tensor(shape=(size, hidden)) for name, size in rows.items()}
         tensors["o"] = Tensor(shape=(hidden, queries))
         if self.qkv_bias:
@@ -84,8 +87,14 @@ class GQA:
         return tensors
 
     def assemble(self, take: Take) -> GQAWeights:
+        if self.gate:
+            q_gate = take("q").reshape(self.heads, 2, self.head_dim, -1)
+            q, gate = (q_gate[:, part].reshape(-1, q_gate.shape[-1]) for part in range(2))
+            qkv = jnp.concatenate([q, take("k", "v"), gate])
+        else:
+            qkv = take("q", "k", "v")
         return GQAWeights(
-            qkv=take("q", "k", "v"),
+            qkv=qkv,
             o=take("o"),
             qkv_bias=take("q_bias", "k_bias", "v_bias") if self.qkv_bias else None,
             o_bias=take("o_bias") if self.o_bias else None,
@@ -111,7 +120,7 @@ class GQA:
         valid: Bool[Array, "B T"],
         weights: GQAWeights,
     ) -> tuple[Float[Array, "B T H"], KV]:
-        q, k, v = self._project(x, positions, weights)
+        q, k, v, gate = self._project(x, positions, weights)
         if self.window is None:
             # What padding writes lies behind every valid position, so it is masked until a later token overwrites it.
             # Behind the barrier, or XLA writes once for the cache and once more inside what reads it, and copies it.
@@ -120,21 +129,23 @@ class GQA:
         elif x.shape[1] == 1:
             held = state.k.shape[2]
             state = lax.optimization_barrier(_write(state, k, v, positions % held))
-            out = self._attend_in_blocks(q, state, positions, _held(positions[:, 0], held), weights.sinks)
+            out = self._attend_in_blocks(q, state, positions, ring.positions(held, positions[:, 0]), weights.sinks)
         else:
             # A chunk may overwrite positions that its own first queries see: read first, then write.
-            past = _held(positions[:, 0] - 1, state.k.shape[2])
+            past = ring.positions(state.k.shape[2], positions[:, 0] - 1)
             seen = KV(_append(state.k, k), _append(state.v, v))
             out = self._attend_in_blocks(q, seen, positions, jnp.concatenate([past, positions], 1), weights.sinks)
             state = _write_window(state, k, v, positions, valid)
-        return linear(out.reshape(*x.shape[:2], -1), weights.o, weights.o_bias), state
+        out = out.reshape(*x.shape[:2], -1)
+        return linear(out * jax.nn.sigmoid(gate) if self.gate else out, weights.o, weights.o_bias), state
 
     def _project(
         self, x: Float[Array, "B T H"], positions: Int[Array, "B T"], weights: GQAWeights
-    ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T G D"], Float[Array, "B T G D"]]:
-        """Queries, keys, values, normed and with their positions."""
+    ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T G D"], Float[Array, "B T G D"], Float[Array, "B T gates"]]:
+        """Queries, keys, values, normed and with their positions; the output gates (no columns if there are none)."""
         n, g, d = self.heads, self.kv_heads, self.head_dim
-        q, k, v = jnp.split(linear(x, weights.qkv, weights.qkv_bias), [n * d, (n + g) * d], axis=-1)
+        ends = [n * d, (n + g) * d, (n + 2 * g) * d]
+        q, k, v, gate = jnp.split(linear(x, weights.qkv, weights.qkv_bias), ends, axis=-1)
         if self.qk_norm == "full":
             q, k = self.norm(q, weights.q_norm), self.norm(k, weights.k_norm)
         if self.clip is not None:
@@ -142,7 +153,7 @@ class GQA:
         q, k, v = (part.reshape(*x.shape[:2], -1, d) for part in (q, k, v))
         if self.qk_norm == "head":
             q, k = self.norm(q, weights.q_norm), self.norm(k, weights.k_norm)
-        return self.rope(q, positions), self.rope(k, positions), v
+        return self.rope(q, positions), self.rope(k, positions), v, gate
 
     def _attend_in_blocks(
         self,
@@ -152,15 +163,13 @@ class GQA:
         key_positions: Int[Array, "#B C"],
         sinks: Float[Array, " N"] | None,
     ) -> Float[Array, "B T G R D"]:
-        batch, length, n, d = q.shape
-        q = q.reshape(batch, length, self.kv_heads, n // self.kv_heads, d)
-        if length <= QUERY_BLOCK or length % QUERY_BLOCK:
-            return self._attend(q, kv, positions, key_positions, sinks)
-        blocks = length // QUERY_BLOCK
-        split = q.reshape(batch, blocks, QUERY_BLOCK, *q.shape[2:]).swapaxes(0, 1)
-        where = positions.reshape(batch, blocks, QUERY_BLOCK).swapaxes(0, 1)
-        out = lax.map(lambda block: self._attend(block[0], kv, block[1], key_positions, sinks), (split, where))
-        return out.swapaxes(0, 1).reshape(q.shape)
+        heads = (self.kv_heads, self.heads // self.kv_heads)
+        sinks = None if sinks is None else sinks.reshape(heads)
+        return in_query_blocks(
+            lambda q, at: self._attend(q, kv, at, key_positions, sinks),
+            q.reshape(*q.shape[:2], *heads, self.head_dim),
+            positions,
+        )
 
     def _attend(
         self,
@@ -168,7 +177,7 @@ class GQA:
         kv: KV,
         positions: Int[Array, "B T"],
         key_positions: Int[Array, "#B C"],
-        sinks: Float[Array, " N"] | None,
+        sinks: Float[Array, "G R"] | None,
     ) -> Float[Array, "B T G R D"]:
         """Causal softmax attention over everything in `kv`; later positions, and negative (empty) ones, are masked."""
         # Keys on the left: the other way XLA:CPU transposes the cache, and for that writes it twice.
@@ -177,23 +186,8 @@ class GQA:
         visible = key <= query
         if self.window is not None:
             visible &= (key >= 0) & (key > query - self.window)
-        weights = _softmax(jnp.where(visible, scores, -jnp.inf), sinks).astype(q.dtype)
+        weights = softmax(jnp.where(visible, scores, -jnp.inf), sinks).astype(q.dtype)
         return einsum("bgrtc,bgcd->btgrd", weights, kv.v).astype(q.dtype)
-
-
-def _softmax(scores: Float32[Array, "B G R T C"], sinks: Float[Array, " N"] | None) -> Float32[Array, "B G R T C"]:
-    """Softmax over the last axis, with one more score per head that takes its share away."""
-    if sinks is None:
-        return jax.nn.softmax(scores, axis=-1)
-    sink = sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
-    peak = jnp.maximum(scores.max(axis=-1, keepdims=True), sink)
-    powers = jnp.exp(scores - peak)
-    return powers / (powers.sum(axis=-1, keepdims=True) + jnp.exp(sink - peak))
-
-
-def _held(last: Int[Array, " B"], held: int) -> Int[Array, "B C"]:
-    """The position at each place of a window's cache after position `last`; negative where there is nothing yet."""
-    return last[:, None] - (last[:, None] - jnp.arange(held)) % held
 
 
 def _write(kv: KV, k: Float[Array, "B T G D"], v: Float[Array, "B T G D"], places: Int[Array, "B T"]) -> KV:
@@ -221,7 +215,7 @@ def _write_window(
 ) -> KV:
     """A chunk into a window's cache: every place gets the last valid position that belongs there."""
     first = positions[:, :1]
-    index = _held(first[:, 0] + valid.sum(axis=1) - 1, kv.k.shape[2]) - first
+    index = ring.positions(kv.k.shape[2], first[:, 0] + valid.sum(axis=1) - 1) - first
 
     def place(old: Float[Array, "B G C D"], new: Float[Array, "B T G D"]) -> Float[Array, "B G C D"]:
         rows = jnp.take_along_axis(new, jnp.clip(index, 0, new.shape[1] - 1)[:, :, None, None], axis=1)

@@ -1,0 +1,105 @@
+"""Qwen3-Next, and Qwen3.5 and 3.6 MoE: three layers of four are gated delta nets, the fourth gated attention."""
+
+from __future__ import annotations
+
+from seqmoe_jax.models.families.common import (
+    Family,
+    dense_mlp,
+    gqa,
+    layer_types,
+    model,
+    only,
+    rms_norm,
+    router,
+    sparse_layers,
+)
+from seqmoe_jax.models.families.qwen_moe import SHARED
+from seqmoe_jax.models.fields import Fields
+from seqmoe_jax.models.mixers import Mixer
+from seqmoe_jax.models.mixers.gated_delta_net import GatedDeltaNet
+from seqmoe_jax.models.mlp import DenseSpec, SharedSpec
+from seqmoe_jax.models.naming import LAYER, MODEL, Names
+from seqmoe_jax.models.norms import RMSNorm
+from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+def qwen3_next(config: Fields) -> ModelSpec:
+    """Projections of the delta net lie by key head; a layer may be dense."""
+    return _model(
+        config,
+        "qwen3_next",
+        grouped=True,
+        normalize=config.flag("norm_topk_prob", True),
+        sparse=sparse_layers(config),
+    )
+
+
+def qwen3_5_moe(config: Fields) -> ModelSpec:
+    """The text part of a model that may have a vision tower; weights of experts are always normalised."""
+    text = config.group("text_config")
+    if text.values:
+        # What concerns all parts stands beside the text part.
+        shared = ("quantization_config", "dtype", "torch_dtype", "tie_word_embeddings")
+        outer = {name: config.values[name] for name in shared if name in config.values}
+        config = Fields(outer | dict(text.values), text.where)
+    layers = config.size("num_hidden_layers")
+    return _model(config, "qwen3_5_moe", grouped=False, normalize=True, sparse=(True,) * layers)
+
+
+def _model(config: Fields, family: str, *, grouped: bool, normalize: bool, sparse: tuple[bool, ...]) -> ModelSpec:
+    only(config, "hidden_act", "silu", "silu")
+    only(config, "attention_bias", False, False)
+    norm = RMSNorm(eps=config.number("rms_norm_eps", 1e-6), centre=0)
+    mixers: dict[str, Mixer] = {
+        LINEAR: _delta_net(config, grouped),
+        FULL: gqa(config, theta=1e7, part=0.25, norm=norm, qk_norm="head", gate=True),
+    }
+    moe = MoESpec(
+        router=router(config, "num_experts", "num_local_experts", normalize=normalize),
+        width=config.size("moe_intermediate_size"),
+        shared=SharedSpec(mlp=DenseSpec(width=config.size("shared_expert_intermediate_size")), gated=True),
+    )
+    interval, count = config.size("full_attention_interval", 4), config.size("num_hidden_layers")
+    default = tuple(LINEAR if (i + 1) % interval else FULL for i in range(count))
+    layers = tuple(
+        LayerSpec(norm=norm, mixer=mixers[kind], mlp=moe if has_experts else dense_mlp(config))
+        for kind, has_experts in zip(layer_types(config, default, tuple(mixers)), sparse, strict=True)
+    )
+    return model(config, family=family, layers=layers, norm=norm)
+
+
+def _delta_net(config: Fields, grouped: bool) -> GatedDeltaNet:
+    key_heads, value_heads = config.size("linear_num_key_heads"), config.size("linear_num_value_heads")
+    if value_heads % key_heads:
+        raise config.unsupported("linear_num_value_heads", value_heads, (f"a multiple of {key_heads} key heads",))
+    return GatedDeltaNet(
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=config.size("linear_key_head_dim"),
+        value_dim=config.size("linear_value_head_dim"),
+        kernel=config.size("linear_conv_kernel_dim", 4),
+        norm=rms_norm(config),
+        grouped=grouped,
+    )
+
+
+DELTA_NET = {
+    **{f"mixer.{name}": f"linear_attn.in_proj_{name}.weight" for name in ("qkvz", "ba", "qkv", "z", "a", "b")},
+    "mixer.conv": "linear_attn.conv1d.weight",
+    "mixer.a_log": "linear_attn.A_log",
+    "mixer.dt_bias": "linear_attn.dt_bias",
+    "mixer.norm": "linear_attn.norm.weight",
+    "mixer.out": "linear_attn.out_proj.weight",
+}
+LAYERS = LAYER | SHARED | DELTA_NET
+IGNORED = ("*.rotary_emb.inv_freq", "mtp.*", "model.visual.*")
+MULTIMODAL = {ours: theirs.replace("model.", "model.language_model.", 1) for ours, theirs in MODEL.items()}
+
+NEXT = Family(spec=qwen3_next, names=Names(layer=LAYERS, ignored=IGNORED))
+QWEN3_5 = Family(
+    spec=qwen3_5_moe,
+    names=Names(model=MULTIMODAL, prefix="model.language_model.layers.{index}.", layer=LAYERS, ignored=IGNORED),
+    dialects=(Names(layer=LAYERS, ignored=IGNORED),),
+)

@@ -1,0 +1,202 @@
+"""DeepSeek-V4's attention (section 2.3 of its report): a sliding window, and behind it a compressed past.
+
+One vector per position is key and value for all heads. Queries see the last W positions and, by kind of layer, nothing
+else (SWA), the entries of an overlapping compressor that an indexer chooses (CSA), or all entries of a strong
+compressor (HCA). As values carry their position too, the output is turned back by that of the query.
+
+Shapes: N query heads, D a head, Q the queries' latent, W the window, E entries of the compressed past, O output groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from seqmoe_jax.models import ring
+from seqmoe_jax.models.layers import einsum, linear
+from seqmoe_jax.models.mixers.attend import QUERY_BLOCK, in_query_blocks, softmax
+from seqmoe_jax.models.mixers.compressor import Compressor, CompressorState, CompressorWeights, Indexer, IndexerWeights
+from seqmoe_jax.models.norms import RMSNorm
+from seqmoe_jax.models.rope import Rope
+from seqmoe_jax.models.tensors import FLOAT32, Take, Tensor, Tensors, below, take_below
+
+
+class CompressedWeights(NamedTuple):
+    q_a: Float[Array, "Q H"]
+    q_norm: Float[Array, " Q"]
+    q_b: Float[Array, "ND Q"]
+    kv: Float[Array, "D H"]
+    kv_norm: Float[Array, " D"]
+    o_a: Float[Array, "O R NDO"]
+    o_b: Float[Array, "H OR"]
+    sinks: Float32[Array, " N"]
+    compressor: CompressorWeights | None
+    indexer: IndexerWeights | None
+
+
+class CompressedState(NamedTuple):
+    """It cannot be rolled back. Keys are values; a window of them is a ring."""
+
+    window: Float[Array, "B W D"]
+    past: CompressorState | None
+    search: CompressorState | None
+
+
+class _Keys(NamedTuple):
+    """What a block of queries may see: the window's keys with their positions, and the entries."""
+
+    window: Float[Array, "B w D"]
+    where: Int[Array, "B w"]
+    entries: Float[Array, "B E D"] | None
+    search: Float[Array, "B E J"] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedAttention:
+    """SWA without a compressor, HCA with one, CSA with an indexer too.
+
+    rope: turns the last dimensions of a head.
+    output_groups, output_rank: heads are mapped in groups to `output_rank` channels each, those to the hidden state.
+    """
+
+    heads: int
+    head_dim: int
+    query_rank: int
+    window: int
+    rope: Rope
+    norm: RMSNorm
+    output_groups: int
+    output_rank: int
+    compressor: Compressor | None = None
+    indexer: Indexer | None = None
+
+    def tensors(self, hidden: int) -> Tensors:
+        tensors = {
+            "q_a": Tensor(shape=(self.query_rank, hidden)),
+            "q_norm": self.norm.tensor(self.query_rank),
+            "q_b": Tensor(shape=(self.heads * self.head_dim, self.query_rank)),
+            "kv": Tensor(shape=(self.head_dim, hidden)),
+            "kv_norm": self.norm.tensor(self.head_dim),
+            "o_a": Tensor(
+                shape=(self.output_groups * self.output_rank, self.heads * self.head_dim // self.output_groups)
+            ),
+            "o_b": Tensor(shape=(hidden, self.output_groups * self.output_rank)),
+            "sinks": Tensor(shape=(self.heads,), init="zeros", dtype=FLOAT32),
+        }
+        if self.compressor is not None:
+            tensors |= below("compressor", self.compressor.tensors(hidden))
+        if self.indexer is not None:
+            tensors |= below("indexer", self.indexer.tensors(hidden))
+        return tensors
+
+    def assemble(self, take: Take) -> CompressedWeights:
+        compressor, indexer = self.compressor, self.indexer
+        return CompressedWeights(
+            q_a=take("q_a"),
+            q_norm=take("q_norm"),
+            q_b=take("q_b"),
+            kv=take("kv"),
+            kv_norm=take("kv_norm"),
+            o_a=take("o_a").reshape(self.output_groups, self.output_rank, -1),
+            o_b=take("o_b"),
+            sinks=take("sinks"),
+            compressor=None if compressor is None else compressor.assemble(take_below("compressor", take)),
+            indexer=None if indexer is None else indexer.assemble(take_below("indexer", take)),
+        )
+
+    def init_state(self, batch: int, capacity: int, dtype: np.dtype) -> CompressedState:
+        compressor, indexer = self.compressor, self.indexer
+        return CompressedState(
+            window=jnp.zeros((batch, self.window, self.head_dim), dtype),
+            past=None if compressor is None else compressor.init_state(batch, capacity, dtype),
+            search=None if indexer is None else indexer.compressor.init_state(batch, capacity, dtype),
+        )
+
+    def workspace_bytes(self, batch: int, length: int, capacity: int) -> int:
+        entries = 0 if self.compressor is None else -(-capacity // self.compressor.ratio)
+        block = batch * min(length, QUERY_BLOCK)
+        scores = 3 * block * self.heads * (self.window + length + entries)
+        index = 0 if self.indexer is None else 2 * block * self.indexer.heads * entries
+        return 4 * (scores + index + 3 * batch * length * self.heads * self.head_dim)
+
+    def apply(
+        self,
+        x: Float[Array, "B T H"],
+        state: CompressedState,
+        positions: Int[Array, "B T"],
+        valid: Bool[Array, "B T"],
+        weights: CompressedWeights,
+    ) -> tuple[Float[Array, "B T H"], CompressedState]:
+        latent = self.norm(linear(x, weights.q_a), weights.q_norm)
+        q = linear(latent, weights.q_b).reshape(*x.shape[:2], self.heads, self.head_dim)
+        q = self.rope(_unit(q, self.norm.eps), positions)
+        kv = self.rope(self.norm(linear(x, weights.kv), weights.kv_norm)[:, :, None], positions)[:, :, 0]
+        window = ring.push(state.window, kv, positions, valid)
+        if x.shape[1] == 1:
+            seen, where = window, ring.positions(window.shape[1], positions[:, 0])
+        else:
+            start = positions[:, :1]
+            seen = jnp.concatenate([ring.ordered(state.window, start[:, 0]), kv], axis=1)
+            where = start - self.window + jnp.arange(seen.shape[1])
+        past, search, chosen = state.past, state.search, None
+        if self.compressor is not None:
+            assert past is not None
+            assert weights.compressor is not None
+            past = self.compressor.apply(x, past, positions, valid, weights.compressor)
+        if self.indexer is not None:
+            assert search is not None
+            assert weights.indexer is not None
+            search = self.indexer.compressor.apply(x, search, positions, valid, weights.indexer.compressor)
+            if search.entries.shape[1] > self.indexer.best:  # else all are among the best
+                chosen = self.indexer.queries(x, latent, positions, weights.indexer)
+        keys = _Keys(seen, where, None if past is None else past.entries, None if search is None else search.entries)
+        out = in_query_blocks(
+            lambda q, at, chosen: self._attend(q, at, chosen, keys, weights.sinks), q, positions, chosen
+        )
+        out = self.rope(out, positions, inverse=True).reshape(*x.shape[:2], self.output_groups, -1)
+        out = einsum("btgi,gri->btgr", out, weights.o_a).astype(x.dtype)
+        return linear(out.reshape(*x.shape[:2], -1), weights.o_b), CompressedState(window, past, search)
+
+    def _attend(
+        self,
+        q: Float[Array, "B T N D"],
+        positions: Int[Array, "B T"],
+        chosen: tuple[Float[Array, "B T I J"], Float32[Array, "B T I"]] | None,
+        keys: _Keys,
+        sinks: Float32[Array, " N"],
+    ) -> Float[Array, "B T N D"]:
+        where, at = keys.where[:, None], positions[..., None]
+        parts = [(keys.window, (where >= 0) & (where <= at) & (where > at - self.window))]
+        if self.compressor is not None:
+            assert keys.entries is not None
+            entries, visible = keys.entries, self.compressor.visible(positions, keys.entries.shape[1])
+            if self.indexer is not None and chosen is not None:
+                assert keys.search is not None
+                best = self.indexer.choose(*chosen, positions, keys.search)
+                if q.shape[1] == 1:
+                    entries = jnp.take_along_axis(entries, best[:, 0, :, None], axis=1)
+                    visible = jnp.take_along_axis(visible, best, axis=-1)
+                else:
+                    kept = jnp.zeros_like(visible)
+                    visible &= jnp.put_along_axis(kept, best, True, axis=-1, inplace=False)
+            parts.append((entries, visible))
+        # In this order of operands and axes: in others XLA:CPU transposes a cache, and for that writes it twice.
+        scores = [einsum("bcd,btnd->bcnt", part, q).transpose(0, 2, 3, 1) for part, _ in parts]
+        masked = [jnp.where(seen[:, None], score, -jnp.inf) for score, (_, seen) in zip(scores, parts, strict=True)]
+        shares = softmax(jnp.concatenate(masked, axis=-1) * self.head_dim**-0.5, sinks).astype(q.dtype)
+        mixed = [
+            einsum("bntc,bcd->btnd", share, part)
+            for share, (part, _) in zip(jnp.split(shares, [keys.window.shape[1]], axis=-1), parts, strict=False)
+        ]
+        return sum(mixed[1:], mixed[0]).astype(q.dtype)
+
+
+def _unit(x: Float[Array, "*batch D"], eps: float) -> Float[Array, "*batch D"]:
+    """RMS norm without a weight; the reciprocal root is rounded before it multiplies, as in transformers."""
+    x32 = x.astype(jnp.float32)
+    return x * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps).astype(x.dtype)

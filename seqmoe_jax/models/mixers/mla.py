@@ -1,0 +1,160 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values are maps of one latent.
+
+The cache holds the latent and one rotary key for all heads, never a head's own keys or values: the map from latent to
+key is applied to the query, the map from latent to value to the weighted sum of latents (the paper's absorbed form).
+Prefill does the same. It multiplies more than it would with expanded keys, but beside the experts' transfer that is
+little, and the expanded keys of a long past would be large.
+
+Shapes: N query heads, P dims of a head without position, R rotary dims, V of a value, L of the latent, Q of the
+queries' latent, C positions that the cache holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from seqmoe_jax.models.layers import einsum, linear
+from seqmoe_jax.models.mixers.attend import QUERY_BLOCK, in_query_blocks, softmax
+from seqmoe_jax.models.norms import RMSNorm
+from seqmoe_jax.models.rope import Rope
+from seqmoe_jax.models.tensors import Take, Tensor, Tensors
+
+
+class LatentQuery(NamedTuple):
+    """Queries as maps of a latent of their own."""
+
+    a: Float[Array, "Q H"]
+    norm: Float[Array, " Q"]
+    b: Float[Array, "NPR Q"]
+
+
+class MLAWeights(NamedTuple):
+    """Rows of `kv_a` are the latent, then the rotary key; rows of each head in a query are P, then R."""
+
+    q: Float[Array, "NPR H"] | LatentQuery
+    kv_a: Float[Array, "LR H"]
+    kv_norm: Float[Array, " L"]
+    k_b: Float[Array, "N P L"]
+    v_b: Float[Array, "N V L"]
+    o: Float[Array, "H NV"]
+
+
+class MLAState(NamedTuple):
+    """Of every position, the latent after its norm, then the rotary key."""
+
+    latent: Float[Array, "B C LR"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLA:
+    """query_rank: size of the queries' latent; None where queries are maps of the hidden state.
+
+    scale: of the scores, YaRN's squared mscale included.
+    norm: of both latents.
+    """
+
+    heads: int
+    nope_dim: int
+    rope: Rope
+    value_dim: int
+    latent_dim: int
+    query_rank: int | None
+    scale: float
+    norm: RMSNorm
+
+    def tensors(self, hidden: int) -> Tensors:
+        queries = self.heads * (self.nope_dim + self.rope.dims)
+        if self.query_rank is None:
+            tensors = {"q": Tensor(shape=(queries, hidden))}
+        else:
+            tensors = {
+                "q_a": Tensor(shape=(self.query_rank, hidden)),
+                "q_a_norm": self.norm.tensor(self.query_rank),
+                "q_b": Tensor(shape=(queries, self.query_rank)),
+            }
+        return tensors | {
+            "kv_a": Tensor(shape=(self.latent_dim + self.rope.dims, hidden)),
+            "kv_a_norm": self.norm.tensor(self.latent_dim),
+            "kv_b": Tensor(shape=(self.heads * (self.nope_dim + self.value_dim), self.latent_dim)),
+            "o": Tensor(shape=(hidden, self.heads * self.value_dim)),
+        }
+
+    def assemble(self, take: Take) -> MLAWeights:
+        q: Array | LatentQuery
+        if self.query_rank is None:
+            q = take("q")
+        else:
+            q = LatentQuery(a=take("q_a"), norm=take("q_a_norm"), b=take("q_b"))
+        kv_b = take("kv_b").reshape(self.heads, self.nope_dim + self.value_dim, self.latent_dim)
+        return MLAWeights(
+            q=q,
+            kv_a=take("kv_a"),
+            kv_norm=take("kv_a_norm"),
+            k_b=kv_b[:, : self.nope_dim],
+            v_b=kv_b[:, self.nope_dim :],
+            o=take("o"),
+        )
+
+    def init_state(self, batch: int, capacity: int, dtype: np.dtype) -> MLAState:
+        return MLAState(jnp.zeros((batch, capacity, self.latent_dim + self.rope.dims), dtype))
+
+    def workspace_bytes(self, batch: int, length: int, capacity: int) -> int:
+        scores = 3 * min(length, QUERY_BLOCK) * capacity
+        return 4 * batch * self.heads * (scores + 2 * length * (self.latent_dim + self.rope.dims))
+
+    def apply(
+        self,
+        x: Float[Array, "B T H"],
+        state: MLAState,
+        positions: Int[Array, "B T"],
+        valid: Bool[Array, "B T"],
+        weights: MLAWeights,
+    ) -> tuple[Float[Array, "B T H"], MLAState]:
+        q = self._queries(x, positions, weights)
+        latent, key = jnp.split(linear(x, weights.kv_a), [self.latent_dim], axis=-1)
+        key = self.rope(key[:, :, None], positions)[:, :, 0]
+        new = jnp.concatenate([self.norm(latent, weights.kv_norm), key], axis=-1)
+        # What padding writes lies behind every valid position, so it is masked until a later token overwrites it.
+        # Behind the barrier, or XLA writes once for the cache and once more inside what reads it, and copies it.
+        cache = lax.optimization_barrier(_write(state.latent, new, positions))
+        mixed = in_query_blocks(lambda q, at: self._attend(q, at, cache), q, positions)
+        out = einsum("btnl,nvl->btnv", mixed, weights.v_b).astype(x.dtype)
+        return linear(out.reshape(*x.shape[:2], -1), weights.o), MLAState(cache)
+
+    def _queries(
+        self, x: Float[Array, "B T H"], positions: Int[Array, "B T"], weights: MLAWeights
+    ) -> Float[Array, "B T N LR"]:
+        """What is multiplied with latent and rotary key."""
+        if isinstance(weights.q, LatentQuery):
+            q = linear(self.norm(linear(x, weights.q.a), weights.q.norm), weights.q.b)
+        else:
+            q = linear(x, weights.q)
+        nope, turning = jnp.split(q.reshape(*x.shape[:2], self.heads, -1), [self.nope_dim], axis=-1)
+        absorbed = einsum("btnp,npl->btnl", nope, weights.k_b).astype(x.dtype)
+        return jnp.concatenate([absorbed, self.rope(turning, positions)], axis=-1)
+
+    def _attend(
+        self, q: Float[Array, "B T N LR"], positions: Int[Array, "B T"], cache: Float[Array, "B C LR"]
+    ) -> Float[Array, "B T N L"]:
+        # In this order of operands and axes: in others XLA:CPU transposes the cache, and for that writes it twice.
+        scores = einsum("bcd,btnd->bcnt", cache, q).transpose(0, 2, 3, 1) * self.scale
+        visible = jnp.arange(cache.shape[1]) <= positions[:, None, :, None]
+        weights = softmax(jnp.where(visible, scores, -jnp.inf)).astype(q.dtype)
+        # Over the rotary keys too, whose sum is dropped: a part of the cache would have to be copied first.
+        return einsum("bntc,bcd->btnd", weights, cache)[..., : self.latent_dim].astype(q.dtype)
+
+
+def _write(
+    cache: Float[Array, "B C d"], new: Float[Array, "B T d"], positions: Int[Array, "B T"]
+) -> Float[Array, "B C d"]:
+    """In place under donation. Positions of a row are consecutive."""
+    if new.shape[0] == 1:
+        return lax.dynamic_update_slice(cache, new.astype(cache.dtype), (0, positions[0, 0], 0))
+    rows = jnp.arange(new.shape[0])[:, None]
+    return cache.at[rows, positions].set(new.astype(cache.dtype))

@@ -1,0 +1,253 @@
+"""Recording a trace: a model generates from prompts, then reads its own text again and says where it was routed.
+
+Two passes (paper 5.1): tokens come from batched decoding, the routing of all of them from prefill, which takes many
+tokens at once and routes them as decoding did. Prompts are done in groups; each finished group is a file beside the
+trace, so that a killed run goes on where it was, and no more than a group's routing is held until the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Float32, Integer, UInt8
+
+from seqmoe_jax.errors import PromptError
+from seqmoe_jax.sampling import SamplingConfig
+from seqmoe_jax.traces.format import Trace, join, read_trace, write_trace
+
+if TYPE_CHECKING:  # the engine is handed in: traces are below it
+    from seqmoe_jax.api import Engine
+
+GROUP = 64  # prompts per file of a run that is not finished
+FIELDS = ("prompt", "split", "temperature")
+
+Progress = Callable[[int, int], None]  # sequences done, decoded steps so far
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A text to continue; `split` and `temperature` are None where the file of prompts does not say."""
+
+    text: str
+    split: str | None = None
+    temperature: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """How sequences are generated: at most `max_new_tokens` after each prompt.
+
+    Sequence i draws with `sampling.seed` + i; a prompt's own temperature goes before that of `sampling`.
+    """
+
+    max_new_tokens: int = 256
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    chat: bool = False  # prompts are a user's messages, to be answered by the model's chat template
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 2:
+            raise PromptError(
+                f"max_new_tokens must be at least 2, got {self.max_new_tokens}: the first new token comes from the "
+                "prompt, so a sequence of one has no decode step"
+            )
+
+
+def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
+    """Prompts from a file: of a `.jsonl` the objects' `prompt` (with `split`, `temperature` if they have them), else
+    one per line. Blank lines are skipped. Raises `PromptError` naming the line."""
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise PromptError(f"no file of prompts {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"{path}: expected a text file in UTF-8, got {error}") from None
+    parse = _from_json if path.suffix == ".jsonl" else lambda line, where: Prompt(text=line)
+    prompts = [parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise PromptError(f"{path} has no prompts: expected one per line, or JSON objects with 'prompt' in a .jsonl")
+    if len({prompt.split is None for prompt in prompts}) > 1:
+        raise PromptError(f"{path}: either every prompt has a 'split' or none has")
+    return prompts
+
+
+def _from_json(line: str, where: str) -> Prompt:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise PromptError(f"{where}: expected a JSON object, got {error}") from None
+    if not isinstance(value, dict) or not isinstance(value.get("prompt"), str) or not value["prompt"]:
+        raise PromptError(f"{where}: expected an object with a non-empty string 'prompt', got {line[:60]!r}")
+    unknown = sorted(set(value) - set(FIELDS))
+    if unknown:
+        raise PromptError(f"{where}: unknown field {unknown[0]!r}; a prompt may have {', '.join(FIELDS)}")
+    split, temperature = value.get("split"), value.get("temperature")
+    if not (split is None or (isinstance(split, str) and split)):
+        raise PromptError(f"{where}: expected 'split' to be a name such as \"train\", got {split!r}")
+    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not (temperature is None or (number and temperature >= 0)):
+        raise PromptError(f"{where}: expected 'temperature' to be 0 or positive, got {temperature!r}")
+    return Prompt(text=value["prompt"], split=split, temperature=temperature)
+
+
+def record(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    config: Recording,
+    out: str | os.PathLike[str],
+    *,
+    model: str,
+    progress: Progress = lambda done, steps: None,
+) -> Trace:
+    """Records the prompts and writes the trace to `out`; goes on from what an earlier run of the same left beside it.
+
+    `model` is the name that the trace carries. A prompt whose continuation ends at its first token has no decode
+    step and is left out. Raises `PromptError` where a prompt is empty or too long, or where nothing is left.
+    """
+    out = Path(out)
+    if not out.parent.is_dir():
+        raise PromptError(f"{out}: no directory {out.parent} to write the trace to")
+    encoded = [
+        engine.request(**_what_to_answer(prompt, config), index=index).tokens for index, prompt in enumerate(prompts)
+    ]
+    for index, tokens in enumerate(encoded):  # before hours of work, not after
+        if len(tokens) + config.max_new_tokens > engine.tokens.context:
+            raise PromptError(
+                f"prompt {index} has {len(tokens)} tokens and {config.max_new_tokens} new ones were asked for, but the "
+                f"context is {engine.tokens.context}; shorten it, ask for fewer, or load with a longer context"
+            )
+    beside = out.with_name(out.name + ".parts")
+    parts = beside / _digest(engine, encoded, prompts, config, model)
+    parts.mkdir(parents=True, exist_ok=True)
+    steps = 0
+    for first in range(0, len(prompts), GROUP):
+        group = range(first, min(first + GROUP, len(prompts)))
+        path = parts / f"{first:06d}.npz"
+        if path.exists():
+            steps += int(read_trace(path).decoded().sum())
+        else:
+            trace = _group(engine, [encoded[i] for i in group], [prompts[i] for i in group], first, config, model)
+            if trace is not None:
+                write_trace(path, trace)
+                steps += int(trace.decoded().sum())
+        progress(group.stop, steps)
+    files = sorted(parts.glob("*.npz"))
+    if not files:
+        raise PromptError("every continuation ended at its first token: there is no decode step to record")
+    trace = join([read_trace(path) for path in files])
+    write_trace(out, trace)
+    shutil.rmtree(parts)
+    if not any(beside.iterdir()):
+        beside.rmdir()
+    return trace
+
+
+def _what_to_answer(prompt: Prompt, config: Recording) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": prompt.text}]} if config.chat else {"prompt": prompt.text}
+
+
+def _group(
+    engine: Engine, encoded: list[list[int]], prompts: list[Prompt], first: int, config: Recording, model: str
+) -> Trace | None:
+    """The trace of some prompts, of which `first` is the index of the first; None where none has a decode step."""
+    new: list[list[int]] = [[] for _ in prompts]
+    for batch, sampling in _batches(engine.tokens.max_batch, encoded, prompts, first, config):
+        events = engine.tokens.run(
+            [encoded[i] for i in batch],
+            max_new_tokens=config.max_new_tokens,
+            sampling=sampling,
+            end_tokens=engine.ends,
+        )
+        for event in events:
+            new[batch[event.sequence]].append(event.token)
+    # The last token is never processed.
+    processed = [prompt + tokens[:-1] for prompt, tokens in zip(encoded, new, strict=True)]
+    kept = [i for i, tokens in enumerate(new) if len(tokens) > 1]
+    if not kept:
+        return None
+    routing: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    by_length = sorted(kept, key=lambda i: len(processed[i]))
+    for at in range(0, len(by_length), engine.tokens.max_batch):
+        batch = by_length[at : at + engine.tokens.max_batch]
+        routing |= dict(zip(batch, engine.tokens.routing([processed[i] for i in batch]), strict=True))
+    spec = engine.tokens.model.spec
+    stored = [stored_routing(*routing[i], spec.moe.experts) for i in kept]
+    lens = np.array([len(processed[i]) for i in kept], np.int64)
+    splits = [prompts[i].split for i in kept]
+    return Trace(
+        ids=np.concatenate([ids for ids, _ in stored]),
+        probs_u8=np.concatenate([probs for _, probs in stored]),
+        tok=np.concatenate([np.array(processed[i], np.int32) for i in kept]),
+        lens=lens,
+        seq_offsets=np.concatenate([[0], np.cumsum(lens)]),
+        num_experts=spec.moe.experts,
+        layer_index=np.array(spec.moe_layers),
+        vocab_size=spec.vocab,
+        split=None if None in splits else np.array(splits),
+        prefill_lens=np.array([len(encoded[i]) for i in kept], np.int64),
+        metadata={
+            "model": np.array(model),
+            "prompt_index": np.array([first + i for i in kept]),
+            "temperature": np.array([temperature_of(prompts[i], config) for i in kept], np.float32),
+        },
+    )
+
+
+def _batches(
+    size: int, encoded: list[list[int]], prompts: list[Prompt], first: int, config: Recording
+) -> Iterator[tuple[list[int], SamplingConfig]]:
+    """Indices of prompts that are decoded together: of one temperature and of like lengths."""
+    temperatures = [temperature_of(prompt, config) for prompt in prompts]
+    begun = 0
+    for temperature in sorted(set(temperatures)):
+        chosen = [i for i, other in enumerate(temperatures) if other == temperature]
+        chosen.sort(key=lambda i: len(encoded[i]))
+        for at in range(0, len(chosen), size):
+            batch = chosen[at : at + size]
+            # The engine's rows draw with this seed and the ones after it: every sequence has its own.
+            seed = (config.sampling.seed + first + begun) % 2**32
+            yield batch, dataclasses.replace(config.sampling, temperature=temperature, seed=seed)
+            begun += len(batch)
+
+
+def temperature_of(prompt: Prompt, config: Recording) -> float:
+    return config.sampling.temperature if prompt.temperature is None else float(prompt.temperature)
+
+
+def stored_routing(
+    ids: Integer[np.ndarray, "T L K"], weights: Float32[np.ndarray, "T L K"], experts: int
+) -> tuple[Integer[np.ndarray, "T L K"], UInt8[np.ndarray, "T L K"]]:
+    """A trace's `ids`, heaviest first, and `probs_u8`: the weights as shares of their sum, which for a softmax router
+    is the softmax over the K selected."""
+    order = np.argsort(-weights, axis=2, kind="stable")
+    weights = np.take_along_axis(weights, order, axis=2)
+    share = weights / weights.sum(axis=2, keepdims=True)
+    small = np.uint8 if experts <= 256 else np.uint16
+    return np.take_along_axis(ids, order, axis=2).astype(small), np.round(255 * share).astype(np.uint8)
+
+
+def _digest(engine: Engine, encoded: list[list[int]], prompts: Sequence[Prompt], config: Recording, model: str) -> str:
+    """Names a run by all that its trace depends on."""
+    tokens = engine.tokens
+    said: dict[str, Any] = {
+        "model": model,
+        "spec": repr(tokens.model.spec),
+        # Weights of another training are another model, whatever its directory is called.
+        "norm": hashlib.sha256(np.asarray(tokens.model.weights.norm).tobytes()).hexdigest(),
+        "dtype": str(tokens.dtype),
+        "batch": tokens.max_batch,
+        "prompts": [[ids, prompt.split, prompt.temperature] for ids, prompt in zip(encoded, prompts, strict=True)],
+        "ends": list(engine.ends),
+        "recording": dataclasses.asdict(config),
+        "group": GROUP,
+    }
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]

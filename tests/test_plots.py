@@ -1,0 +1,111 @@
+"""Plots are drawn from what the commands write; what is drawn is said in JSON; without matplotlib one clear line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from seqmoe_jax.cli import main
+
+EXCERPT = str(Path(__file__).parent / "data" / "gptoss20b_excerpt.npz")
+
+
+def row(level: float, **more) -> dict:
+    return {
+        "recall_at": {str(k): level for k in range(4, 9)},
+        "per_layer": [level] * 10,
+        "steps": 100,
+        **more,
+    }
+
+
+@pytest.fixture
+def evaluation(tmp_path):
+    refined = {"trigger": 5, "per_layer": [0.9] * 5}
+    splits = {
+        "test": {"predictors": {"first-order": row(0.6), "ours": row(0.85, refined=refined)}},
+        "ood": {"predictors": {"first-order": row(0.5)}},
+    }
+    path = tmp_path / "evaluation.json"
+    path.write_text(json.dumps({"splits": splits}))
+    return path
+
+
+def plot(capsys, *words) -> tuple[int, str, str]:
+    status = main(["plot", *map(str, words)])
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+def test_recall_has_a_line_per_predictor_and_its_refinement(evaluation, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    from seqmoe_jax.plots import read_evaluation, recall_figure
+
+    assert plot(capsys, "recall", evaluation, "--out", tmp_path / "r.png")[:2] == (0, f"{tmp_path / 'r.png'}\n")
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    axes = recall_figure(*read_evaluation(evaluation)).axes[0]
+    labels = [line.get_label() for line in axes.lines]
+    assert labels == ["first-order (mean 60.0 %)", "ours (mean 85.0 %)", "refined at layer 5"]
+    assert axes.lines[2].get_xdata().tolist() == [5, 6, 7, 8, 9]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("MoE layer", "recall (%)")
+    assert "top 7" in axes.get_title()
+    assert "split test" in axes.get_title()
+
+
+def test_hit_rates_rise_with_residency_and_none_is_above_belady(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    words = ["hit-rate", EXCERPT, "--residencies", 0.45, 0.15, "--policies", "lru", "belady", "--json"]
+    status, out, _ = plot(capsys, *words, "--out", tmp_path / "h.svg")
+    said = json.loads(out)
+    assert status == 0
+    assert said["residencies"] == [0.15, 0.45]
+    rates = np.array([said["hit_rates"]["lru"], said["hit_rates"]["belady"]])
+    assert (rates[:, 1] > rates[:, 0]).all()
+    assert (rates[1] > rates[0]).all()
+    assert "<svg" in (tmp_path / "h.svg").read_text()
+
+
+def test_the_heat_map_shows_shares_that_sum_to_k(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    from seqmoe_jax.plots import heatmap_figure
+    from seqmoe_jax.traces.format import read_trace
+
+    assert plot(capsys, "heatmap", EXCERPT, "--sequence", 1, "--out", tmp_path / "m.png")[0] == 0
+    trace = read_trace(EXCERPT)
+    left, right = heatmap_figure(trace, 1).axes[:2]
+    np.testing.assert_allclose(left.images[0].get_array().sum(1), 100 * trace.active, rtol=1e-4)
+    assert right.images[0].get_array().shape == (trace.layers * trace.num_experts, trace.lens[1])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["heatmap", EXCERPT, "--out", "x.bmp"], "expected a name that ends in .png, .svg, .pdf"),
+        (["heatmap", EXCERPT, "--out", "no/x.png"], "no directory no"),
+        (["heatmap", EXCERPT, "--out", "x.png", "--sequence", "999"], "--sequence must be from 0 to"),
+        (["heatmap", "none.npz", "--out", "x.png"], "no trace file"),
+        (["hit-rate", EXCERPT, "--out", "x.png", "--residencies", "2"], "residency must be in (0, 1], got 2.0"),
+        (["recall", "none.json", "--out", "x.png"], "expected the JSON of an evaluation"),
+        (["recall", EXCERPT, "--out", "x.png"], "expected the JSON of an evaluation"),
+        (["recall", "EVALUATION", "--out", "x.png", "--split", "dev"], "has no split 'dev': expected one of test, ood"),
+    ],
+)
+def test_faults_are_one_line(evaluation, tmp_path, monkeypatch, capsys, words, message):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    status, out, err = plot(capsys, *[str(evaluation) if word == "EVALUATION" else word for word in words])
+    assert (status, out) == (2, "")
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_without_matplotlib_it_says_what_to_install(evaluation, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    status, _, err = plot(capsys, "recall", evaluation, "--out", tmp_path / "r.png")
+    assert status == 2
+    assert "pip install 'seqmoe-jax[plot]'" in err
