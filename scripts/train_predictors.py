@@ -308,20 +308,20 @@ def run(args: argparse.Namespace) -> int:
 
     session.attempt("sweep", sweep)
     both, routing = {"token": True, "echo": True}, {"token": False, "echo": False}
-    session.attempt("token seed 0", lambda: final("token seed 0", "token", 0, **both))
-    session.attempt("activations seed 0", lambda: final("activations seed 0", "activations", 0, **routing))
-    session.attempt("baselines", simple)
-    session.attempt("token seed 1", lambda: final("token seed 1", "token", 1, **both))
-    session.attempt("token seed 2", lambda: final("token seed 2", "token", 2, **both))
+    for seed in range(3):
+        name = f"token seed {seed}"
+        session.attempt(name, functools.partial(final, name, "token", seed, **both))
     session.attempt("token distilled", lambda: distil("token", token=True))
     session.attempt("token scheduled", lambda: scheduled("token", token=True))
-    session.attempt("activations seed 1", lambda: final("activations seed 1", "activations", 1, **routing))
-    session.attempt("activations seed 2", lambda: final("activations seed 2", "activations", 2, **routing))
+    for seed in range(3):
+        name = f"activations seed {seed}"
+        session.attempt(name, functools.partial(final, name, "activations", seed, **routing))
     session.attempt("activations distilled", lambda: distil("activations", token=False))
     session.attempt("latency", latency)
     session.attempt("activations scheduled", lambda: scheduled("activations", token=False))
     session.attempt("without echo", lambda: final("token without echo", None, 0, token=True, echo=False))
     session.attempt("shuffled control", lambda: final("shuffled control", None, 0, control=True, **routing))
+    session.attempt("baselines", simple)
     results["seconds"] = round(session.spent(), 1)
     session.write()
     for split in trainer.splits:

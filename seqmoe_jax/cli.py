@@ -102,6 +102,8 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--residency", type=_residency, metavar="R", help="share of experts with a slot, or 'least'")
     size.add_argument("--device-memory", metavar="SIZE", help="budget instead of a residency, such as 12GiB")
     add("--policy", default="seqmoe", help="seqmoe (default), lru, lfu, prefill-hot or full")
+    add("--predictor", default="auto", metavar="auto|DIR|none", help="what policy seqmoe forecasts by (default: auto)")
+    add("--transfers", default="auto", metavar="ENGINE", help="auto (default), none, device_put, callback or dma")
     add("--context", type=int, metavar="N", help="longest prompt + new tokens (default: 4096, at most the model's)")
     add("--dtype", help="of activations: float32 or bfloat16")
     add("--kernels", choices=["xla", "gpu", "tpu"], help="default: the best this backend has")
@@ -116,6 +118,8 @@ def load_engine(args: argparse.Namespace, *, max_batch: int, progress: bool | No
         residency=args.residency,
         device_memory=args.device_memory,
         policy=args.policy,
+        predictor=args.predictor,
+        transfers=args.transfers,
         max_batch=max_batch,
         context=args.context,
         dtype=args.dtype,

@@ -204,7 +204,9 @@ def _layers(
             if config.predictor is not None and moe_index == config.trigger:
                 with jax.named_scope("refine"):
                     again = forecaster.refine(config.predictor, predictor, offload.predictor, known(), active)
-                    forecast = offload.forecast.at[0, moe_index * experts :].set(again.reshape(-1)[moe_index * experts :])
+                    forecast = offload.forecast.at[0, moe_index * experts :].set(
+                        again.reshape(-1)[moe_index * experts :]
+                    )
                     cache = rescore(cache, forecaster.worth(forecast), moe_index * experts)
                     if config.plans == 2:
                         cache = planner.plan(cache, again, base, moe_index)
@@ -217,9 +219,7 @@ def _layers(
                     expert_weights = jnp.broadcast_to(replay.weights[row, moe_index], ids.shape)
                 ids = mask_inactive(ids, active)
                 pool = pools[moe_index]
-                y, cache, new = moe_decode(
-                    normed, ids, expert_weights, cache, pool, moe_index, config.cache, transfers
-                )
+                y, cache, new = moe_decode(normed, ids, expert_weights, cache, pool, moe_index, config.cache, transfers)
                 routing.append(ids)
                 shares.append(expert_weights)
                 counts += new
@@ -237,7 +237,9 @@ def _layers(
     return logits, sequences._replace(states=tuple(states)), offload, counts, known(), planner
 
 
-def _receive(cache: SlotCache, link: Link | None, config: CacheConfig) -> tuple[Transfers | None, Shaped[Array, "rows n"]]:
+def _receive(
+    cache: SlotCache, link: Link | None, config: CacheConfig
+) -> tuple[Transfers | None, Shaped[Array, "rows n"]]:
     """What `slot_update` needs to know of the engine; blocks with the arrivals copied in."""
     if link is None or (link.landed is None and link.arrivals is None):
         return None, cache.blocks
@@ -247,11 +249,9 @@ def _receive(cache: SlotCache, link: Link | None, config: CacheConfig) -> tuple[
     slot, tag, blocks = link.arrivals.slot, link.arrivals.tag, cache.blocks
     at = jnp.maximum(slot, 0)
     expected = (cache.tables.state[at] == SlotState.FETCH) & (cache.tables.tag[at] == tag) & (tag > 0)
-    for index, block in enumerate(link.arrivals.blocks):
+    for index, arrived in enumerate(link.arrivals.blocks):
         target = jnp.where(expected[index], slot[index], -1).reshape(1)
-        blocks = miss_load(
-            blocks, block[None], jnp.zeros(1, jnp.int32), target, implementation=config.implementation
-        )
+        blocks = miss_load(blocks, arrived[None], jnp.zeros(1, jnp.int32), target, implementation=config.implementation)
     landed = jnp.zeros_like(cache.tables.tag).at[jnp.where(tag != 0, slot, config.slots)].set(tag, mode="drop")
     return Transfers(landed, None), blocks
 

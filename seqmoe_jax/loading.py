@@ -80,9 +80,20 @@ def load_predictor(directory: Path, beside: Array, *, stem: str = "predictor") -
     from seqmoe_jax.forecast import store
 
     config, weights = store.load(directory, stem=stem, dtype=beside.dtype)
-    return Predictor(
-        config=config, weights=jax.device_put(weights, next(iter(beside.devices()))), name=directory.name
-    )
+    return Predictor(config=config, weights=jax.device_put(weights, next(iter(beside.devices()))), name=directory.name)
+
+
+def find_and_load_predictor(choice: str | Path, model: Model, *, trained_on: str | None = None) -> Predictor | None:
+    """The predictor that "auto", "none" or a directory means for a model, in device memory beside its weights.
+
+    `trained_on` names the model whose routing is replayed, where that is not `model`'s own. Raises `PredictorError`.
+    """
+    from seqmoe_jax.forecast.store import choose_predictor
+
+    spec = model.spec
+    sizes = dict(layers=len(spec.moe_layers), experts=spec.moe.experts, active=spec.moe.top_k)
+    found = choose_predictor(choice, trained_on or model.name, **sizes)
+    return None if found is None else load_predictor(found, model.weights.embed)
 
 
 def random_model(

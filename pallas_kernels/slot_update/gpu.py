@@ -50,7 +50,9 @@ def slot_update_gpu(
     num_slots, num_ids = tables.state.shape[0], ids.shape[0]
     # Scores flat: a key's second one lies `keys` further on.
     scores = None if key_score is None else key_score.reshape(-1)
-    optional = {name: x for name, x in (("scores", scores), ("landed", landed), ("progress", progress)) if x is not None}
+    optional = {
+        name: x for name, x in (("scores", scores), ("landed", landed), ("progress", progress)) if x is not None
+    }
     kernel = partial(_kernel, num_experts=num_experts, rule=rule, optional=tuple(optional), interpret=interpret)
     vector = jax.ShapeDtypeStruct(ids.shape, jnp.int32)
     outputs = pl.pallas_call(

@@ -47,7 +47,9 @@ def slot_update_reference(
     elif rule == "lfu":
         tables = tables._replace(score=tables.score.at[hit_slot].add(1, mode="drop"))
     else:
-        tables = tables._replace(score=tables.score.at[hit_slot].set(_newcomer_score(key, clock, key_score, rule), mode="drop"))
+        tables = tables._replace(
+            score=tables.score.at[hit_slot].set(_newcomer_score(key, clock, key_score, rule), mode="drop")
+        )
 
     num_misses = miss.sum(dtype=jnp.int32)
     nth = jnp.where(miss, jnp.cumsum(miss, dtype=jnp.int32) - 1, ids.shape[0])
@@ -77,7 +79,7 @@ def _land(
     key_score: Int[Array, "2 keys"] | None,
     rule: Rule,
 ) -> SlotTables:
-    """FETCH slots whose tag has come back: COMPUTE, or EMPTY where an on-demand load was faster or the task given up."""
+    """FETCH slots whose tag has come back: COMPUTE, or EMPTY where a load was faster or the task was given up."""
     num_keys, num_slots = tables.slot_of_key.shape[0], tables.state.shape[0]
     arrived = (tables.state == SlotState.FETCH) & (tables.tag > 0) & (jnp.abs(landed) == tables.tag)
 
@@ -132,7 +134,7 @@ def _newcomer_score(
     rule: Rule,
     used: bool = True,
 ) -> Int[Array, "*N"]:
-    """Score of experts that have just become resident, `used` by the layer or not yet; whatever for keys out of range."""
+    """Score of experts just become resident, `used` by the layer or not yet; whatever for keys out of range."""
     if rule == "scored":
         assert key_score is not None
         return key_score[int(used)].at[key].get(mode="clip")

@@ -19,7 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--replay", metavar="T.npz", help="routing forced on the model; without it the model routes")
     add("--split", help="sequences of this split of the trace alone, such as test")
     add("--predictor", default="auto", metavar="auto|DIR|none", help="for policy seqmoe; 'auto': by the trace's model")
-    add("--stem", default="predictor", help=argparse.SUPPRESS)
     add("--residency", type=float, nargs="+", default=[1.0, 0.45, 0.25])
     add("--policies", nargs="+", default=["lru", "evict", "seqmoe"], choices=list(VARIANTS), metavar="NAME",
         help=f"what to compare: {', '.join(VARIANTS)}")  # fmt: skip
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from seqmoe_jax.bench.measure import measure
     from seqmoe_jax.bench.replayed import replay_of
     from seqmoe_jax.compilation import enable_compilation_cache
-    from seqmoe_jax.loading import load_model, random_model
+    from seqmoe_jax.loading import find_and_load_predictor, load_model, random_model
     from seqmoe_jax.presets import preset_names, preset_path
     from seqmoe_jax.traces.format import read_trace
 
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         if args.split:
             trace = trace.select(args.split)
         replay = replay_of(trace, model.spec, args.steps * (args.repeats + 1))
-    predictor = _predictor(args, model, trace)
+    predictor = find_and_load_predictor(args.predictor, model, trained_on=None if trace is None else trace.model)
     settings = settings_of(args.policies, args.residency, args.batch)
     if predictor is None:
         without = [setting.name for setting in settings if setting.predicted]
@@ -74,8 +73,11 @@ def run(args: argparse.Namespace) -> int:
         "repeats": args.repeats,
         "rows": [],
     }
-    say = (lambda text: print(text, file=sys.stderr, flush=True)) if args.json else (lambda text: print(text, flush=True))
-    say(f"{args.model} on {result['device']}: {result['experts_bytes'] / 1e9:.1f} GB of experts, ready in {loaded_s:.1f} s")
+    say = (
+        (lambda text: print(text, file=sys.stderr, flush=True)) if args.json else (lambda text: print(text, flush=True))
+    )
+    size = result["experts_bytes"] / 1e9
+    say(f"{args.model} on {result['device']}: {size:.1f} GB of experts, ready in {loaded_s:.1f} s")
     say(HEADER)
     full: dict[int, float] = {}
     for setting in settings:
@@ -100,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 HEADER = (
-    "name            resid.  batch    tok/s  (least-most)        share  hit rate  loads  awaited  ahead  MB/step    RHO  s"
+    "name            resid.  batch    tok/s  (least-most)        share  hit rate  loads  awaited  ahead  MB/step"
+    "    RHO  s"
 )
 
 
@@ -111,19 +114,7 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['name']:14} {row['residency']:7.3f} {row['batch']:6} {row['tokens_per_second']:8.1f}  "
         f"({low:.1f}-{high:.1f}){'':4} {share:>6} {row['hit_rate']:9.4f} {row['loaded_per_step']:6.2f} "
-        f"{row['awaited_per_step']:8.2f} {row['prefetched_per_step']:6.2f} {row['bytes_per_step'] / 1e6:8.1f} {cost:>6} "
+        f"{row['awaited_per_step']:8.2f} {row['prefetched_per_step']:6.2f} "
+        f"{row['bytes_per_step'] / 1e6:8.1f} {cost:>6} "
         f"{row['seconds']:.0f}{'  FAULT ' + row['fault'] if row['fault'] else ''}"
     )
-
-
-def _predictor(args: argparse.Namespace, model: Any, trace: Any) -> Any:
-    from seqmoe_jax.forecast.store import choose_predictor
-    from seqmoe_jax.loading import load_predictor
-
-    spec = model.spec
-    sizes = dict(layers=len(spec.moe_layers), experts=spec.moe.experts, active=spec.moe.top_k)
-    of = args.model if trace is None or trace.model is None else trace.model
-    if args.predictor not in ("auto", "none"):
-        return load_predictor(Path(args.predictor), model.weights.embed, stem=args.stem)
-    found = choose_predictor(args.predictor, of, **sizes)
-    return None if found is None else load_predictor(found, model.weights.embed)

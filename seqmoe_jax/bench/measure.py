@@ -81,4 +81,3 @@ def measure(
         "fault": engine_fault,
         "first_tokens": tokens[:32],
     }
-

@@ -16,12 +16,12 @@ LONG = 200  # steps that a sequence must have to be replayed, as in the measurem
 def replay_of(trace: Trace, spec: ModelSpec, steps: int, *, least: int = LONG) -> Replay:
     """The first `steps` steps of the trace's sequences of at least `least` steps, back to back.
 
-    A model of more layers or experts than the trace gets routing made of it, by this rule. Layer l reads layer l % L of
-    the trace, its stretch l // L of the steps (the steps are cut into as many stretches as needed, and each is read in a
-    circle), so that layers have routing as different as different texts have. K experts of E are made of K / k streams,
-    where the trace has k of e: stream j reads the stretch after, and its expert x becomes expert j * e + x; E must be at
-    least (K / k) * e, and the experts that are left over are used by nobody in that stream but stand in for x in every
-    second group of e, chosen by the parity of the layer. Weights are those of the trace, divided by the number of streams.
+    A model of another shape gets routing made of the trace's, of k among e experts in each of l layers, by this rule.
+    Layer i reads layer i % l of the trace, from another place in it (the steps, read in a circle, are cut into as many
+    stretches as are needed), so that added layers route as differently as other text would. K active experts are K / k
+    streams that begin at different stretches. The E / e groups of e experts are dealt out to the streams in turn, and
+    expert x of a stream is x in one of its groups, the one that a digit of the sum of the step's k experts says, so
+    that each group is used more rarely. Weights are the trace's, divided by the number of streams.
     """
     layers, experts, active = len(spec.moe_layers), spec.moe.experts, spec.moe.top_k
     chosen = np.flatnonzero(trace.lens >= least)
@@ -38,7 +38,12 @@ def replay_of(trace: Trace, spec: ModelSpec, steps: int, *, least: int = LONG) -
 
 
 def _stretch(
-    ids: Int32[np.ndarray, "T l k"], weights: Float32[np.ndarray, "T l k"], e: int, layers: int, experts: int, active: int
+    ids: Int32[np.ndarray, "T l k"],
+    weights: Float32[np.ndarray, "T l k"],
+    e: int,
+    layers: int,
+    experts: int,
+    active: int,
 ) -> tuple[Int32[np.ndarray, "T L K"], Float32[np.ndarray, "T L K"]]:
     steps, below, k = ids.shape
     streams = active // k
@@ -57,8 +62,6 @@ def _stretch(
             offset = ((layer // below) * streams + stream) * shift
             part = slice(stream * k, (stream + 1) * k)
             rolled = np.roll(ids[:, layer % below], -offset, axis=0)
-            # An expert of the trace is split over the groups of its stream by the parity of the token's other experts:
-            # each group then has its own, sparser use.
             width = groups // streams
             group = stream + streams * (rolled.sum(-1, keepdims=True) // 8 % width)
             out[:, layer, part] = group * e + rolled

@@ -31,7 +31,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dma-infinity": dict(
         policy="seqmoe", predicted=True, options=dict(transfers="dma", scheduler="moe-infinity", refine=False)
     ),
-    "dma-promoe": dict(policy="seqmoe", predicted=True, options=dict(transfers="dma", scheduler="promoe", refine=False)),
+    "dma-promoe": dict(
+        policy="seqmoe", predicted=True, options=dict(transfers="dma", scheduler="promoe", refine=False)
+    ),
     "dma-alg1": dict(policy="seqmoe", predicted=True, options=dict(transfers="dma", refine=False)),
     "seqmoe": dict(policy="seqmoe", predicted=True),
 }

@@ -1,7 +1,7 @@
 """The forecast inside the decode step: what it reads of a step, and what eviction and planning read of it.
 
-A forecast is float32 [2, keys]: the probability that each expert is routed in the coming step, and its retention score,
-the discounted use after that. Without a predictor it comes from the past alone (`history`). Shapes: L layers, E experts,
+A forecast is float32 [2, keys]: the probability that each expert is routed in the coming step, and its retention
+score, the discounted use after that. Without a predictor it comes from the past alone (`history`). Shapes: L layers, E experts,
 K active, B sequences, key = layer * E + expert.
 """
 
@@ -64,7 +64,9 @@ def foresee(
     ahead: int,
 ) -> tuple[dict[str, Any], Forecast, Float32[Array, "L E"]]:
     """The state after a step, the forecast for the coming one, and the probabilities `ahead` steps on, to plan by."""
-    state, following, retention = plain.step(config, predictor, state, routing.astype(predictor["in_proj"].dtype), tokens)
+    state, following, retention = plain.step(
+        config, predictor, state, routing.astype(predictor["in_proj"].dtype), tokens
+    )
     batch = tokens.shape[0]
     coming = mean_over(following.reshape(batch, -1), active)
     kept = mean_over(retention[:, 0].reshape(batch, -1), active)

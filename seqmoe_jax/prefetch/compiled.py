@@ -10,8 +10,6 @@ annotations must not wrap it first.
 
 from __future__ import annotations
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

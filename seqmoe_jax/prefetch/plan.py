@@ -85,7 +85,7 @@ def make_plan(
 
 
 def settle(tables: SlotTables) -> SlotTables:
-    """Closes all tasks and releases what waits: FETCH becomes EMPTY, COMPUTE becomes USED. No transfer may be running."""
+    """Closes all tasks and releases what waits: FETCH becomes EMPTY, COMPUTE USED. No transfer may be under way."""
     fetch, waits = tables.state == SlotState.FETCH, tables.state == SlotState.COMPUTE
     state = jnp.where(fetch, SlotState.EMPTY, jnp.where(waits, SlotState.USED, tables.state)).astype(jnp.int32)
     return tables._replace(

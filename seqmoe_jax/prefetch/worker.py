@@ -57,7 +57,7 @@ class Calls:
     query: int  # (event) -> 0 when everything before it is done
 
     def addresses(self) -> Int64[np.ndarray, " 5"]:
-        """All functions that `work` calls, those of the C library too: clock_gettime(clock, timespec) and usleep(us)."""
+        """All that `work` calls, of the C library too: clock_gettime(clock, timespec) and usleep(us)."""
         libc = ctypes.CDLL(None)
         ours = [self.copy, self.record, self.query]
         return np.array([*ours, address_of(libc.clock_gettime), address_of(libc.usleep)], np.int64)
@@ -94,9 +94,12 @@ def read_plan(board, tasks, number, key, confidence, deadline, slot, tag):
         n += 1
     return n
 
+
 @compiled
 @no_type_check
-def work(board, progress, landed, control, counts, rates, budget, pools, blocks, sizes, stream, events, scheduler, functions):
+def work(
+    board, progress, landed, control, counts, rates, budget, pools, blocks, sizes, stream, events, scheduler, functions
+):
     # sizes: tasks, experts, bytes of an expert, bytes of a part, layers. rates: ns of an expert, ns of a layer.
     copy, record, query, clock_gettime, nap = functions[0], functions[1], functions[2], functions[3], functions[4]
     tasks, experts, whole, part, layers = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]

@@ -38,7 +38,12 @@ class DevicePut:
     run_ahead = 2
 
     def __init__(
-        self, pools: tuple[Shaped[Array, "E n"], ...], device: jax.Device, config: EngineConfig, *, callback: bool = False
+        self,
+        pools: tuple[Shaped[Array, "E n"], ...],
+        device: jax.Device,
+        config: EngineConfig,
+        *,
+        callback: bool = False,
     ):
         self.name = "callback" if callback else "device_put"
         self.config, self._device = config, device

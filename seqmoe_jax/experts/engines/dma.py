@@ -71,9 +71,7 @@ class Dma:
         self._dispatched += 1
         if self._dispatched % RHO_STEPS == 0:
             self._follow()
-        return Link(
-            transfer_layers=self._rho, landed=self._landed, progress=self._progress, board=self._board
-        )
+        return Link(transfer_layers=self._rho, landed=self._landed, progress=self._progress, board=self._board)
 
     def tell(self, tasks: Any, clock: Any) -> None:
         pass  # the step has told already
