@@ -6,6 +6,7 @@ All device state lives here; the programs are pure and live in `decode` and `pre
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -41,7 +42,14 @@ from seqmoe_jax.experts.cache import (
     rescore,
 )
 from seqmoe_jax.experts.engines import make_engine
-from seqmoe_jax.experts.engines.base import EngineConfig, Moved, TransferEngine, check_engine, resolve_engine
+from seqmoe_jax.experts.engines.base import (
+    EngineConfig,
+    Moved,
+    TransferEngine,
+    check_engine,
+    resolve_engine,
+    typical_transfer_cost,
+)
 from seqmoe_jax.experts.policy import Policy, check_policy, rule_of
 from seqmoe_jax.forecast import forecaster, history, plain
 from seqmoe_jax.forecast.config import PredictorConfig
@@ -54,7 +62,7 @@ from seqmoe_jax.sampling import SamplingConfig, SamplingParams
 
 log = logging.getLogger("seqmoe_jax")
 
-TASKS = 8  # prefetch tasks open at a time; each takes a slot from the cache
+TASKS = (3, 16)  # prefetch tasks open at a time, at least and at most; each takes a slot from the cache
 THRESHOLD = 0.2  # least probability of a task; chosen in simulation (`traces.settings`)
 RUN_AHEAD = 4  # steps dispatched before the oldest one's tokens are read; hides the host from the device
 
@@ -164,7 +172,7 @@ class TokenEngine:
         predictor: Predictor | None = None,
         transfers: str = "auto",
         scheduler: str = "seqmoe",
-        tasks: int = TASKS,
+        tasks: int | None = None,
         threshold: float = THRESHOLD,
         refine: bool = True,
         replay: Replay | None = None,
@@ -174,7 +182,7 @@ class TokenEngine:
 
         `predictor` is what policy seqmoe forecasts by, and what makes prefetching possible: `transfers` names the
         engine that does it (`seqmoe_jax.experts.engines.base.ENGINES`), `scheduler` the rule that orders its tasks,
-        `tasks` how many may be open, `threshold` the least probability of one. `refine` forecasts the running step
+        `tasks` how many may be open (default: one more than fit into a step), `threshold` the least probability of one. `refine` forecasts the running step
         anew at half of its layers. `replay` forces recorded routing on the model.
         `vocab`: the tokenizer's; ids beyond it are never generated. Default: every row of the output head may be.
         Raises `ResidencyError` or `ConfigError` where that cannot work.
@@ -236,7 +244,7 @@ class TokenEngine:
             self._transfers = None
 
     def _make_transfers(
-        self, name: str, scheduler: str, tasks: int, threshold: float
+        self, name: str, scheduler: str, tasks: int | None, threshold: float
     ) -> tuple[PlanConfig | None, TransferEngine | None]:
         """The planning and the engine that this model, policy and backend allow."""
         check_engine(name)
@@ -248,6 +256,9 @@ class TokenEngine:
         if name == "none":
             return None, None
         active = self.model.spec.moe.top_k
+        if tasks is None:
+            fit = self.config.layers / typical_transfer_cost(self.config.layout.block_bytes)
+            tasks = min(max(math.ceil(fit) + 1, TASKS[0]), TASKS[1])
         plan = PlanConfig(
             layers=self.config.layers, experts=self.config.experts, tasks=tasks, threshold=threshold,
             keep=min(2 * active * self.max_batch, self.config.experts),

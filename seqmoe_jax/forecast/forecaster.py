@@ -1,8 +1,8 @@
 """The forecast inside the decode step: what it reads of a step, and what eviction and planning read of it.
 
 A forecast is float32 [2, keys]: the probability that each expert is routed in the coming step, and its retention
-score, the discounted use after that. Without a predictor it comes from the past alone (`history`). Shapes: L layers, E experts,
-K active, B sequences, key = layer * E + expert.
+score, the discounted use after that. Without a predictor it comes from the past alone (`history`). Shapes: L layers,
+E experts, K active, B sequences, key = layer * E + expert.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from seqmoe_jax.errors import ConfigError
-from seqmoe_jax.experts.engines.base import EngineConfig, Moved, pinned
+from seqmoe_jax.experts.engines.base import EngineConfig, Moved, pinned, typical_transfer_cost
 from seqmoe_jax.experts.link import Link
 from seqmoe_jax.prefetch.compiled import address_of
 from seqmoe_jax.prefetch.worker import SCHEDULERS, Calls, Control, Count, work
@@ -54,9 +54,9 @@ class Dma:
         self._landed, self._landed_view = pinned(np.zeros(config.slots, np.int32), device)
         self._control = np.zeros(len(Control), np.int64)
         self._counts = np.zeros(len(Count), np.int64)
-        # An expert at 45 GB/s, a layer of 50 us: corrected as soon as there is something to measure.
-        self._rates = np.array([config.expert_bytes / 45.0, 50e3])
-        self._rho_value = self._rates[0] / self._rates[1]
+        # Corrected as soon as there is something to measure.
+        self._rho_value = typical_transfer_cost(config.expert_bytes)
+        self._rates = np.array([self._rho_value * 55e3, 55e3])
         self._budget = np.full(2, 1 / self._rho_value)
         self._rho = jax.device_put(np.float32(self._rho_value), device)
         self._pool_addresses = np.array([pool.unsafe_buffer_pointer() for pool in pools], np.int64)
