@@ -214,6 +214,9 @@ class TokenEngine:
             managed=not (everything and self.policy == "full"),
             implementation=resolve(implementation),
         )
+        if predictor is not None:
+            moe = spec.moe
+            predictor.config.check(layers=len(spec.moe_layers), experts=moe.experts, active=moe.top_k)
         self.predictor = predictor if self.policy == "seqmoe" and not everything else None
         self.replay = replay
         self._refine = refine
