@@ -18,18 +18,18 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from pallas_kernels.miss_load import miss_load
 from pallas_kernels.post import post
-from seqmoe_jax.experts.cache import CacheConfig, SlotCache, Transfers, moe_decode, rescore
+from seqmoe_jax.experts.cache import CacheConfig, SlotCache, Transfers, all_hits, moe_decode, rescore
 from seqmoe_jax.experts.engines.channels import deliver
 from seqmoe_jax.experts.link import Link
 from seqmoe_jax.experts.slots import SlotState
 from seqmoe_jax.forecast import forecaster, history
 from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.forecast.forecaster import Forecast
-from seqmoe_jax.models import block
+from seqmoe_jax.models import block, fused
 from seqmoe_jax.models.layers import mask_inactive
 from seqmoe_jax.models.mixers import State
 from seqmoe_jax.models.spec import ModelSpec, MoESpec
-from seqmoe_jax.models.weights import ModelWeights, MoEWeights
+from seqmoe_jax.models.weights import ModelWeights
 from seqmoe_jax.prefetch.plan import PlanConfig, make_plan
 from seqmoe_jax.sampling import SamplingParams, greedy, mask_padding, sample
 
@@ -81,6 +81,7 @@ class StepConfig:
     forecast: bool  # policy seqmoe: scores follow the forecast
     greedy: bool
     vocab: int  # of the tokenizer; the output head may have more rows, which must never be drawn
+    kernels: fused.DecodeKernels = fused.PLAIN  # beside the experts'
     predictor: PredictorConfig | None = None
     trigger: int | None = None  # MoE layer before which the running step is forecast anew
     plan: PlanConfig | None = None  # None: nothing is prefetched
@@ -185,9 +186,9 @@ def _layers(
     base = cache.clock
     active = ~sequences.done
     positions = sequences.position[:, None]
-    x = block.embed(sequences.token[:, None], weights.embed, spec.embedding_scale)
-    states, counts = list(sequences.states), jnp.zeros(3, jnp.int32)
-    routing: list[Int[Array, "B K"]] = []
+    x = block.embed(sequences.token[:, None], weights.embed, spec)
+    states, routing = list(sequences.states), list[Int[Array, "B K"]]()
+    counts: list[Int32[Array, " 3"]] = []
     shares: list[Float[Array, "B K"]] = []
 
     def known() -> Float32[Array, "B keys"]:
@@ -195,11 +196,10 @@ def _layers(
 
     for index, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
         with jax.named_scope(f"layer{index}/mixer"):
-            x, states[index] = block.mix(x, states[index], positions, active[:, None], w, layer)
+            x, states[index] = fused.mix(x, states[index], positions, active, w, layer, config.kernels)
         if not isinstance(layer.mlp, MoESpec):
             x = block.dense(x, w, layer)
         else:
-            assert isinstance(w.mlp, MoEWeights)
             moe_index = len(routing)
             if config.predictor is not None and moe_index == config.trigger:
                 with jax.named_scope("refine"):
@@ -211,19 +211,18 @@ def _layers(
                     if config.plans == 2:
                         cache = planner.plan(cache, again, base, moe_index)
             with jax.named_scope(f"layer{index}/moe"):
-                normed = block.moe_input(x, w, layer)
-                ids, expert_weights = layer.mlp.router(normed, sequences.token, w.mlp.router)
+                normed, mixing, ids, expert_weights = fused.route(x, sequences.token, active, w, layer, config.kernels)
                 if replay is not None:
                     row = offload.steps % replay.ids.shape[0]
-                    ids = jnp.broadcast_to(replay.ids[row, moe_index], ids.shape)
+                    # Depends on the model's own routing, so that the work of the router is done and timed.
+                    ids = mask_inactive(jnp.where(ids < experts, replay.ids[row, moe_index], ids), active)
                     expert_weights = jnp.broadcast_to(replay.weights[row, moe_index], ids.shape)
-                ids = mask_inactive(ids, active)
                 pool = pools[moe_index]
                 y, cache, new = moe_decode(normed, ids, expert_weights, cache, pool, moe_index, config.cache, transfers)
                 routing.append(ids)
                 shares.append(expert_weights)
-                counts += new
-                x = block.moe_output(x, normed, y, w, layer)
+                counts.append(new)
+                x = block.moe_output(x, normed, mixing, y, w, layer)
         # Without this XLA recomputes sums of earlier layers inside later fusions, and compiling takes time that
         # is exponential in the number of layers (ten layers at batch 4 for a GPU: over 280 s, against 18 s).
         x = jax.lax.optimization_barrier(x)
@@ -231,10 +230,12 @@ def _layers(
     if config.forecast and config.predictor is None:
         with jax.named_scope("forecast"):
             forecast = forecaster.from_history(history.observe(forecast[1], jnp.stack(routing), experts))
+    # At once for all layers: a few small kernels instead of a few per layer.
+    total = jnp.stack(counts).sum(axis=0) if config.cache.managed else all_hits(jnp.stack(routing), config.cache)
     with jax.named_scope("head"):
-        logits = block.logits_of(x[:, 0], weights, spec)
+        logits = fused.logits_of(x[:, 0], weights, spec, config.kernels)
     offload = offload._replace(cache=cache, forecast=forecast, steps=offload.steps + 1)
-    return logits, sequences._replace(states=tuple(states)), offload, counts, known(), planner
+    return logits, sequences._replace(states=tuple(states)), offload, total, known(), planner
 
 
 def _receive(

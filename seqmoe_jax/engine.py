@@ -53,6 +53,7 @@ from seqmoe_jax.experts.engines.base import (
 from seqmoe_jax.experts.policy import Policy, check_policy, rule_of
 from seqmoe_jax.forecast import forecaster, history, plain
 from seqmoe_jax.forecast.config import PredictorConfig
+from seqmoe_jax.models.fused import DecodeKernels, unfit
 from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.models.weights import ModelWeights
 from seqmoe_jax.planning import DEFAULT_CONTEXT, MAX_BATCH, Plan, Residency, kv_capacity, least_slots, make_plan
@@ -182,8 +183,8 @@ class TokenEngine:
 
         `predictor` is what policy seqmoe forecasts by, and what makes prefetching possible: `transfers` names the
         engine that does it (`seqmoe_jax.experts.engines.base.ENGINES`), `scheduler` the rule that orders its tasks,
-        `tasks` how many may be open (default: one more than fit into a step), `threshold` the least probability of one. `refine` forecasts the running step
-        anew at half of its layers. `replay` forces recorded routing on the model.
+        `tasks` how many may be open (default: one more than fit into a step), `threshold` the least probability of one.
+        `refine` forecasts the running step anew at half of its layers. `replay` forces recorded routing on the model.
         `vocab`: the tokenizer's; ids beyond it are never generated. Default: every row of the output head may be.
         Raises `ResidencyError` or `ConfigError` where that cannot work.
         """
@@ -214,6 +215,7 @@ class TokenEngine:
             managed=not (everything and self.policy == "full"),
             implementation=resolve(implementation),
         )
+        self.kernels = DecodeKernels.of(self.config.implementation)
         if predictor is not None:
             moe = spec.moe
             predictor.config.check(layers=len(spec.moe_layers), experts=moe.experts, active=moe.top_k)
@@ -229,6 +231,8 @@ class TokenEngine:
         log.info("%s: policy %s, forecast %s, transfers %s, %d of %d experts have a slot, kernels %s; %s", model.name,
                  self.policy, self.forecast_name, self.transfers_name, self.plan.slots, spec.num_keys,
                  self.config.implementation, self.plan.describe())  # fmt: skip
+        for reason in unfit(spec, self.kernels):
+            log.info("%s: plain XLA for %s", model.name, reason)
 
     @property
     def forecast_name(self) -> str:
@@ -469,6 +473,7 @@ class TokenEngine:
             forecast=self.policy == "seqmoe",
             greedy=greedy,
             vocab=self.vocab,
+            kernels=self.kernels,
             predictor=None if predictor is None else predictor.config,
             trigger=config.layers // 2 if predictor is not None and self._refine and config.layers > 1 else None,
             plan=self._plan_config,
@@ -534,7 +539,7 @@ class TokenEngine:
             done=jax.device_put(~real, self.device),
         )
         states, cache = list(sequences.states), self._offload.cache
-        last = jnp.zeros((batch, spec.hidden), self.dtype, device=self.device)
+        last = jnp.zeros((batch, *spec.token_shape), self.dtype, device=self.device)
         counts = jnp.zeros(3, jnp.int32, device=self.device)
         tokens_of = [jnp.zeros(self.config.experts, jnp.int32, device=self.device) for _ in spec.moe_layers]
         device_lengths = jax.device_put(lengths, self.device)
@@ -547,7 +552,7 @@ class TokenEngine:
             valid = (np.arange(width) + start < lengths[:, None]) & real[:, None]
             device_tokens, device_valid = jax.device_put((tokens, valid), self.device)
             at = jnp.asarray(start, jnp.int32)
-            x, positions = embed_chunk(weights.embed, device_tokens, at, scale=spec.embedding_scale)
+            x, positions = embed_chunk(weights.embed, device_tokens, at, spec=spec)
             moe_index, routed = 0, list[Routing]()
             for index, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
                 is_moe = index in spec.moe_layers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,8 @@ def random_weights(key: Array, *, spec: ModelSpec, dtype: np.dtype) -> ModelWeig
         tensor, part = tensors[name], jax.random.fold_in(key, next(count))
         if tensor.init == "normal":
             values = jax.random.normal(part, tensor.shape, jnp.float32) * tensor.shape[-1] ** -0.5
+        elif tensor.init == "cycle":
+            values = (jnp.arange(math.prod(tensor.shape)) % tensor.period).reshape(tensor.shape)
         else:
             values = jnp.full(tensor.shape, 1.0 if tensor.init == "ones" else 0.0)
         return values.astype(tensor.dtype or dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -89,7 +90,9 @@ def workspace_bytes(spec: ModelSpec, batch: int, context: int) -> int:
     grouped = blocks * rows * (4 * spec.hidden + 4 * moe.width + 4 * spec.hidden)
     capacity, length = kv_capacity(context), chunk_length(batch)
     mixing = max(layer.mixer.workspace_bytes(batch, length, capacity) for layer in spec.layers)
-    return max(grouped, mixing, 8 * batch * spec.vocab) + (64 << 20)
+    # Streams before and after a half of a layer, and in float32 where weights are found from them.
+    streams = 8 * tokens * math.prod(spec.token_shape)
+    return max(grouped, mixing, 8 * batch * spec.vocab) + streams + (64 << 20)
 
 
 def make_plan(

@@ -98,7 +98,7 @@ def _recall(args: argparse.Namespace) -> tuple[Figure, dict[str, Any]]:
 
 def recall_figure(rows: Mapping[str, Any], split: str | None = None) -> Figure:
     """Recall at top K+3 of every layer, a line per predictor; dashed, what the mid-step refinement makes of it."""
-    figure, axes = _figure(9, 4.2)
+    figure, axes = _figure(9.0, 4.2)
     for index, (name, row) in enumerate(rows.items()):
         recall, colour = row["per_layer"], COLOURS[index % len(COLOURS)]
         mean = 100 * sum(recall) / len(recall)
@@ -112,8 +112,8 @@ def recall_figure(rows: Mapping[str, Any], split: str | None = None) -> Figure:
             axes.plot(range(first, first + len(after)), after, color=colour, linestyle="--", label=label)
     row = next(iter(rows.values()))
     top = list(row["recall_at"])[3]
-    where = "" if split is None else f", split {split}"
-    axes.set_title(f"Routed experts among the top {top} forecast{where} ({row['steps']:,} steps)")
+    where = "" if split is None else f"split {split}, "
+    axes.set_title(f"Routed experts among the top {top} forecast\n{where}{row['steps']:,} steps")
     axes.set_xlabel("MoE layer")
     axes.set_ylabel("recall (%)")
     axes.set_xlim(-0.4, len(row["per_layer"]) - 0.6)
@@ -188,7 +188,7 @@ def heatmap_figure(trace: Trace, sequence: int) -> Figure:
     share = 100 * everything.popularity()
     start, stop = trace.spans()[sequence]
     weights = mixture(trace, start, stop).reshape(stop - start, -1).T
-    figure, (left, right) = _figure(11, 4.8, columns=2, ratios=(1, 1.6))
+    figure, (left, right) = _figure(11.0, 4.8, columns=2, ratios=(1.0, 1.6))
     even = 100 * trace.active / trace.num_experts
     image = left.imshow(share, aspect="auto", cmap="viridis", origin="lower", vmin=0, interpolation="nearest")
     bar = figure.colorbar(image, ax=left)

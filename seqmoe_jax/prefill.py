@@ -48,18 +48,18 @@ def block_rows(tokens: int) -> int:
     return 64 if tokens >= 512 else 16
 
 
-@partial(jax.jit, static_argnames="scale")
+@partial(jax.jit, static_argnames="spec")
 def embed_chunk(
-    table: Float[Array, "V H"], tokens: Int[Array, "B T"], start: Int[Array, ""], *, scale: float
-) -> tuple[Float[Array, "B T H"], Int[Array, "B T"]]:
+    table: Float[Array, "V H"], tokens: Int[Array, "B T"], start: Int[Array, ""], *, spec: ModelSpec
+) -> tuple[Float[Array, "B T *S H"], Int[Array, "B T"]]:
     """Embeddings of a chunk and the positions of its tokens."""
     positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    return block.embed(tokens, table, scale), jnp.broadcast_to(positions, tokens.shape)
+    return block.embed(tokens, table, spec), jnp.broadcast_to(positions, tokens.shape)
 
 
 @partial(jax.jit, static_argnames=("layer", "config"), donate_argnums=(0, 1, 2))
 def layer_chunk(
-    x: Float[Array, "B T H"],
+    x: Float[Array, "B T *S H"],
     state: State,
     cache: SlotCache,
     weights: LayerWeights,
@@ -71,7 +71,7 @@ def layer_chunk(
     *,
     layer: LayerSpec,
     config: CacheConfig,
-) -> tuple[Float[Array, "B T H"], State, SlotCache, Int32[Array, " 3"], Int32[Array, " E"], Routing | None]:
+) -> tuple[Float[Array, "B T *S H"], State, SlotCache, Int32[Array, " 3"], Int32[Array, " E"], Routing | None]:
     """One layer over one chunk. Returns the counts (routed, hits, misses), the tokens each expert got, the routing."""
     x, state = block.mix(x, state, positions, valid, weights, layer)
     if not isinstance(layer.mlp, MoESpec):
@@ -79,30 +79,31 @@ def layer_chunk(
         return block.dense(x, weights, layer), state, cache, *nothing, None
     assert isinstance(weights.mlp, MoEWeights)
     assert pool is not None
-    normed = block.moe_input(x, weights, layer)
+    normed, mixing = block.moe_input(x, weights, layer)
     ids, expert_weights = layer.mlp.router(normed, tokens.reshape(-1), weights.mlp.router)
     ids = mask_inactive(ids, valid.reshape(-1))
     y, cache, counts, tokens_of = moe_prefill(
         normed, ids, expert_weights, cache, pool, moe_index, config, rows=block_rows(normed.shape[0])
     )
-    return block.moe_output(x, normed, y, weights, layer), state, cache, counts, tokens_of, Routing(ids, expert_weights)
+    x = block.moe_output(x, normed, mixing, y, weights, layer)
+    return x, state, cache, counts, tokens_of, Routing(ids, expert_weights)
 
 
 @jax.jit
 def keep_last(
-    last: Float[Array, "B H"], x: Float[Array, "B T H"], start: Int[Array, ""], lengths: Int[Array, " B"]
-) -> Float[Array, "B H"]:
+    last: Float[Array, "B *S H"], x: Float[Array, "B T *S H"], start: Int[Array, ""], lengths: Int[Array, " B"]
+) -> Float[Array, "B *S H"]:
     """The hidden state of each prompt's last token, taken from the chunk that holds it."""
     index = lengths - 1 - start
     inside = (index >= 0) & (index < x.shape[1])
-    rows = jnp.take_along_axis(x, jnp.clip(index, 0, x.shape[1] - 1)[:, None, None], axis=1)[:, 0]
-    return jnp.where(inside[:, None], rows, last)
+    rows = x[jnp.arange(x.shape[0]), jnp.clip(index, 0, x.shape[1] - 1)]
+    return jnp.where(inside.reshape(-1, *(1,) * (last.ndim - 1)), rows, last)
 
 
 @partial(jax.jit, static_argnames="config", donate_argnums=0)
 def first_token(
     sequences: Sequences,
-    last: Float[Array, "B H"],
+    last: Float[Array, "B *S H"],
     weights: ModelWeights,
     sampling: SamplingParams,
     end_tokens: Int[Array, " N"],

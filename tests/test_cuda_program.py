@@ -40,6 +40,7 @@ from seqmoe_jax.decode import Offload, Sequences, StepConfig, jitted_step
 from seqmoe_jax.experts.cache import CacheConfig, empty_cache
 from seqmoe_jax.loading import random_weights
 from seqmoe_jax.models.families import spec_from_config
+from seqmoe_jax.models.fused import DecodeKernels
 from seqmoe_jax.models.mixers.gqa import KV
 from seqmoe_jax.sampling import SamplingConfig, SamplingParams
 from seqmoe_jax.testing import tiny_config
@@ -75,7 +76,8 @@ abstract = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", nu
 with use_abstract_mesh(abstract):
     lowered = jitted_step.lower(
         there(sequences), there(offload), there(weights), there(pools, pinned), there(sampling), there(ends),
-        config=StepConfig(spec=spec, cache=cache, forecast=True, greedy=True, vocab=spec.vocab))
+        config=StepConfig(spec=spec, cache=cache, forecast=True, greedy=True, vocab=spec.vocab,
+                          kernels=DecodeKernels.of("gpu")))
 print(spec.expert_layout.block_elems)
 print(lowered.compile().as_text())
 """
@@ -99,5 +101,8 @@ def test_the_cuda_step_works_in_place_and_reads_the_pool_where_it_is(batch, dtyp
     uses = re.findall(r".*%pools_\d_[\w.]*[,)].*", text[text.index("ENTRY") :])
     assert uses
     assert all("custom-call" in line or "ENTRY" in line or "parameter(" in line for line in uses)
+    # Ten kernels and a sum in each of the three layers, and what a step does once.
+    launches = re.findall(r" (?:fusion|custom-call)\(", text[text.index("ENTRY") :])
+    assert len(launches) <= 3 * 12 + 24
     donated = 3 * 2 + 4 + 9
     assert len(re.findall(r"(?:may|must)-alias", text.splitlines()[0])) >= donated - 2

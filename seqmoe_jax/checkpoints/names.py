@@ -30,7 +30,8 @@ def names_of(spec: ModelSpec, available: Set[str]) -> NameMap:
             theirs = names.prefix.format(index=index) + names.layer[part]
         else:
             theirs = names.model[ours]
-        dense[ours] = Source(tensor=theirs, shape=tensor.shape)
+        integers = tensor.dtype is not None and tensor.dtype.kind == "i"
+        dense[ours] = Source(tensor=theirs, shape=tensor.shape, integers=integers)
     experts = tuple(
         tuple(_experts(spec, names.prefix.format(index=index), names.experts, available)) for index in spec.moe_layers
     )
@@ -40,6 +41,7 @@ def names_of(spec: ModelSpec, available: Set[str]) -> NameMap:
         experts=experts,
         layer_index=spec.moe_layers,
         block=spec.fp8_block or DEFAULT_BLOCK,
+        scale_suffix=names.scale_suffix,
         ignored=(*ignored, *((names.model["lm_head"],) if spec.tied else ())),
     )
 

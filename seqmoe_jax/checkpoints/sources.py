@@ -5,10 +5,8 @@ from __future__ import annotations
 import fnmatch
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-
-import numpy as np
 
 from seqmoe_jax.checkpoints.fp8 import DEFAULT_BLOCK, FP8, SCALE_DTYPES, scale_shape
 from seqmoe_jax.checkpoints.safetensors import Checkpoint
@@ -16,7 +14,8 @@ from seqmoe_jax.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("seqmoe_jax")
 
-FLOATS = ("float32", "bfloat16", "float16", "float64")
+FLOATS = ("float32", "bfloat16", "float16", "float64", FP8.name)
+INTEGERS = ("int64", "int32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +26,7 @@ class Source:
     shape: tuple[int, ...]
     expert: int | None = None
     rows: tuple[int, int] | None = None
+    integers: bool = False
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ def check_names(checkpoint: Checkpoint, names: NameMap) -> None:
     missing: list[str] = []
     wrong: list[str] = []
 
-    def see(name: str, shape: tuple[int, ...], allowed: Callable[[np.dtype], bool]) -> None:
+    def see(name: str, shape: tuple[int, ...], allowed: tuple[str, ...]) -> None:
         if name in wanted:
             return
         wanted[name] = shape
@@ -98,14 +98,15 @@ def check_names(checkpoint: Checkpoint, names: NameMap) -> None:
         info = checkpoint.info(name)
         if info.shape != shape:
             wrong.append(f"{name} {list(info.shape)} for {list(shape)}")
-        elif not allowed(info.dtype):
+        elif info.dtype.name not in allowed:
             wrong.append(f"{name} of {info.dtype}")
 
     for source in names.sources():
-        see(source.tensor, source.shape, lambda dtype: dtype == FP8 or dtype.name in FLOATS)
+        kinds = INTEGERS if source.integers else FLOATS
+        see(source.tensor, source.shape, kinds)
         if source.tensor in checkpoint.names and checkpoint.info(source.tensor).dtype == FP8:
             scale = names.scale_source(source)
-            see(scale.tensor, scale.shape, lambda dtype: dtype in SCALE_DTYPES)
+            see(scale.tensor, scale.shape, tuple(dtype.name for dtype in SCALE_DTYPES))
     unused = [name for name in checkpoint.names if name not in wanted]
     left = {pattern: fnmatch.filter(unused, pattern) for pattern in names.ignored}
     extra = sorted(set(unused).difference(*left.values()))

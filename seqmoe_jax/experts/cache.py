@@ -105,6 +105,13 @@ def _count_distinct(ids: Int[Array, " M"], experts: int) -> Int32[Array, ""]:
     return present.sum(dtype=jnp.int32)
 
 
+def all_hits(ids: Int[Array, "L B K"], config: CacheConfig) -> Int32[Array, " 3"]:
+    """The counts of a step of an unmanaged cache: what `bring_in` says, for all layers together."""
+    experts = jnp.arange(config.experts, dtype=jnp.int32)
+    routed = (ids.reshape(ids.shape[0], -1, 1) == experts).any(axis=1).sum(dtype=jnp.int32)
+    return jnp.stack([routed, routed, jnp.zeros_like(routed)])
+
+
 def moe_decode(
     x: Float[Array, "B H"],
     ids: Int[Array, "B K"],

@@ -11,62 +11,67 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from seqmoe_jax.models.layers import einsum
 from seqmoe_jax.models.mixers import State
 from seqmoe_jax.models.mlp import DenseSpec, DenseWeights
+from seqmoe_jax.models.residual import Mixing
 from seqmoe_jax.models.spec import LayerSpec, ModelSpec
 from seqmoe_jax.models.weights import LayerWeights, ModelWeights, MoEWeights
 
 
-def embed(tokens: Int[Array, "B T"], table: Float[Array, "V H"], scale: float) -> Float[Array, "B T H"]:
-    """Embeddings of tokens, times the model's `embedding_scale`."""
-    return table[tokens] if scale == 1 else table[tokens] * jnp.asarray(scale, table.dtype)
+def embed(tokens: Int[Array, "B T"], table: Float[Array, "V H"], spec: ModelSpec) -> Float[Array, "B T *S H"]:
+    """Embeddings of tokens, scaled; where the model has streams, each begins as a copy."""
+    x = table[tokens] if spec.embedding_scale == 1 else table[tokens] * jnp.asarray(spec.embedding_scale, table.dtype)
+    return x if spec.head is None else jnp.repeat(x[:, :, None], spec.head.streams, axis=2)
 
 
 def mix(
-    x: Float[Array, "B T H"],
+    x: Float[Array, "B T *S H"],
     state: State,
     positions: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
     weights: LayerWeights,
     layer: LayerSpec,
-) -> tuple[Float[Array, "B T H"], State]:
+) -> tuple[Float[Array, "B T *S H"], State]:
     """The first half of a layer: every position takes in what its sequence's past holds for it."""
-    normed = layer.norm(x, weights.input_norm)
-    mixed, state = layer.mixer.apply(normed, state, positions, valid, weights.mixer)
-    return _add(x, mixed, layer), state
+    entered, mixing = layer.residual.enter(x, weights.mixer_residual)
+    mixed, state = layer.mixer.apply(layer.norm(entered, weights.input_norm), state, positions, valid, weights.mixer)
+    return layer.residual.leave(x, mixed, mixing), state
 
 
-def dense(x: Float[Array, "B T H"], weights: LayerWeights, layer: LayerSpec) -> Float[Array, "B T H"]:
+def dense(x: Float[Array, "B T *S H"], weights: LayerWeights, layer: LayerSpec) -> Float[Array, "B T *S H"]:
     """The second half of a layer without experts."""
     assert isinstance(layer.mlp, DenseSpec)
     assert isinstance(weights.mlp, DenseWeights)
-    return _add(x, layer.mlp(layer.norm(x, weights.post_norm), weights.mlp), layer)
+    entered, mixing = layer.residual.enter(x, weights.mlp_residual)
+    return layer.residual.leave(x, layer.mlp(layer.norm(entered, weights.post_norm), weights.mlp), mixing)
 
 
-def moe_input(x: Float[Array, "B T H"], weights: LayerWeights, layer: LayerSpec) -> Float[Array, "BT H"]:
-    """What router and experts of a MoE layer see, one row per token."""
-    return layer.norm(x, weights.post_norm).reshape(-1, x.shape[-1])
+def moe_input(
+    x: Float[Array, "B T *S H"], weights: LayerWeights, layer: LayerSpec
+) -> tuple[Float[Array, "BT H"], Mixing | None]:
+    """What router and experts of a MoE layer see, one row per token, and what `moe_output` needs."""
+    entered, mixing = layer.residual.enter(x, weights.mlp_residual)
+    return layer.norm(entered, weights.post_norm).reshape(-1, x.shape[-1]), mixing
 
 
 def moe_output(
-    x: Float[Array, "B T H"],
+    x: Float[Array, "B T *S H"],
     normed: Float[Array, "BT H"],
+    mixing: Mixing | None,
     routed: Float32[Array, "BT H"],
     weights: LayerWeights,
     layer: LayerSpec,
-) -> Float[Array, "B T H"]:
-    """`x` with the routed experts' sum and the shared expert; `normed` is what `moe_input` gave."""
+) -> Float[Array, "B T *S H"]:
+    """`x` with the routed experts' sum and the shared expert; `normed` and `mixing` are what `moe_input` gave."""
     assert not isinstance(layer.mlp, DenseSpec)
     assert isinstance(weights.mlp, MoEWeights)
     y = routed.astype(x.dtype)
     if layer.mlp.shared is not None and weights.mlp.shared is not None:
         y = y + layer.mlp.shared(normed, weights.mlp.shared)
-    return _add(x, y.reshape(x.shape), layer)
+    return layer.residual.leave(x, y.reshape(*x.shape[:2], -1), mixing)
 
 
-def _add(x: Float[Array, "B T H"], y: Float[Array, "B T H"], layer: LayerSpec) -> Float[Array, "B T H"]:
-    return x + y if layer.residual == 1 else x + y * jnp.asarray(layer.residual, x.dtype)
-
-
-def logits_of(x: Float[Array, "B H"], weights: ModelWeights, spec: ModelSpec) -> Float32[Array, "B V"]:
-    """Final norm and output head."""
+def logits_of(x: Float[Array, "B *S H"], weights: ModelWeights, spec: ModelSpec) -> Float32[Array, "B V"]:
+    """Streams into one, final norm and output head."""
+    if spec.head is not None and weights.streams is not None:
+        x = spec.head(x[:, None], weights.streams)[:, 0]
     logits = einsum("bh,vh->bv", spec.norm(x, weights.norm), weights.head)
     return logits if spec.logits_scale == 1 else logits / spec.logits_scale

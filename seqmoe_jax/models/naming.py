@@ -39,10 +39,12 @@ class ExpertNames:
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """Names of a family. `ignored` are patterns of tensors that the model has no use for; `{layers}` is their count."""
+    """Names of a family. `ignored` are patterns of tensors that the model has no use for; `{layers}` is their count.
+    `scale_suffix` turns the end of a weight's name into that of its FP8 scales."""
 
     model: Mapping[str, str] = field(default_factory=lambda: MODEL)
     layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
     prefix: str = "model.layers.{index}."
     experts: ExpertNames = ExpertNames()
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    scale_suffix: tuple[str, str] = ("", "_scale_inv")

@@ -7,7 +7,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from seqmoe_jax.models.tensors import Tensor
 
@@ -30,9 +30,19 @@ class RMSNorm:
 
     def __call__(self, x: Float[Array, "*batch d"], weight: Float[Array, " d"]) -> Float[Array, "*batch d"]:
         x32 = x.astype(jnp.float32)
-        normed = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return self.scaled(x32, jnp.mean(x32 * x32, axis=-1, keepdims=True), weight, x.dtype)
+
+    def scaled(
+        self,
+        x: Float32[Array, "*batch d"],
+        mean_square: Float32[Array, "..."],
+        weight: Float[Array, "..."],
+        dtype: jnp.dtype,
+    ) -> Float[Array, "*batch d"]:
+        """The norm of `x` of which the mean square is known, in `dtype`. Kernels use it too."""
+        normed = x * lax.rsqrt(mean_square + self.eps)
         if not self.centre:
-            return (normed * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
+            return (normed * (1.0 + weight.astype(jnp.float32))).astype(dtype)
         if self.rounding == "late":
-            return (normed * weight.astype(jnp.float32)).astype(x.dtype)
-        return weight.astype(x.dtype) * normed.astype(x.dtype)
+            return (normed * weight.astype(jnp.float32)).astype(dtype)
+        return weight.astype(dtype) * normed.astype(dtype)

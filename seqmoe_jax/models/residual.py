@@ -8,7 +8,7 @@ weights are functions of the streams. Shapes: B sequences, T positions, S stream
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,22 @@ from jaxtyping import Array, Float, Float32
 from seqmoe_jax.models.layers import einsum
 from seqmoe_jax.models.tensors import FLOAT32, Take, Tensor, Tensors
 
-Streams = Float[Array, "B T *S H"]
+
+@runtime_checkable
+class Residual(Protocol):
+    """The interface of residuals. `weights` are what it assembles, `mixing` what `enter` found for `leave`."""
+
+    def tensors(self, hidden: int) -> Tensors:
+        """Its tensors by canonical name, as checkpoints hold them."""
+
+    def assemble(self, take: Take) -> Any:
+        """Its weights, from the tensors by canonical name."""
+
+    def enter(self, x: Float[Array, "B T *S H"], weights: Any) -> tuple[Float[Array, "B T H"], Any]:
+        """What the sub-layer reads of the stream or streams."""
+
+    def leave(self, x: Float[Array, "B T *S H"], y: Float[Array, "B T H"], mixing: Any) -> Float[Array, "B T *S H"]:
+        """The stream or streams with the sub-layer's result."""
 
 
 class HyperWeights(NamedTuple):
@@ -127,3 +142,6 @@ class HyperHead:
 
 def _weighted_sum(x: Float[Array, "B T S H"], gates: Float32[Array, "B T S"]) -> Float[Array, "B T H"]:
     return (gates[..., None] * x.astype(jnp.float32)).sum(axis=2).astype(x.dtype)
+
+
+PLAIN = Add()

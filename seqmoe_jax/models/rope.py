@@ -8,7 +8,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +70,7 @@ class Rope:
         self, x: Float[Array, "B T N D"], positions: Int[Array, "B T"], *, inverse: bool = False
     ) -> Float[Array, "B T N D"]:
         """Turns `x` by its positions, or back. Angles are float32, cosines and sines of the activations' dtype."""
-        angle = positions[..., None, None].astype(jnp.float32) * self.frequencies
-        cos = (jnp.cos(angle) * self.magnitude).astype(x.dtype)
-        sin = (jnp.sin(angle) * (-self.magnitude if inverse else self.magnitude)).astype(x.dtype)
+        cos, sin = self._factors(positions[..., None, None], x.dtype, inverse)
         still = x.shape[-1] - self.dims
         turning = x[..., : self.dims] if self.part == "first" else x[..., still:]
         if self.layout == "half":
@@ -85,3 +83,24 @@ class Rope:
             return turned
         rest = [turned, x[..., self.dims :]] if self.part == "first" else [x[..., :still], turned]
         return jnp.concatenate(rest, axis=-1)
+
+    def factors(
+        self, positions: Int[Array, " B"], head_dim: int, dtype: jnp.dtype
+    ) -> tuple[Float32[Array, "B D"], Float32[Array, "B D"]]:
+        """What kernels turn by: of each dimension's value, and of its partner's. Dimensions that pass have 1 and 0."""
+        cos, sin = (x.astype(jnp.float32) for x in self._factors(positions[:, None], dtype, False))
+        if self.layout == "half":
+            cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+        else:
+            cos, sin = (jnp.stack(x, axis=-1).reshape(len(positions), -1) for x in ((cos, cos), (-sin, sin)))
+        still = head_dim - self.dims
+        around = ((0, 0), (0, still) if self.part == "first" else (still, 0))
+        return jnp.pad(cos, around, constant_values=1.0), jnp.pad(sin, around)
+
+    def _factors(
+        self, positions: Int[Array, "*batch 1"], dtype: jnp.dtype, inverse: bool
+    ) -> tuple[Float[Array, "*batch d"], Float[Array, "*batch d"]]:
+        angle = positions.astype(jnp.float32) * self.frequencies
+        cos = (jnp.cos(angle) * self.magnitude).astype(dtype)
+        sin = (jnp.sin(angle) * (-self.magnitude if inverse else self.magnitude)).astype(dtype)
+        return cos, sin

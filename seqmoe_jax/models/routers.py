@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from seqmoe_jax.models.layers import einsum
-from seqmoe_jax.models.tensors import FLOAT32, Take, Tensor, Tensors
+from seqmoe_jax.models.tensors import FLOAT32, INT32, Take, Tensor, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,25 +32,29 @@ class RouterWeights(NamedTuple):
     weight: Float[Array, "E H"]
     bias: Float[Array, " E"] | None = None
     correction: Float32[Array, " E"] | None = None
+    table: Int32[Array, "V K"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSpec:
     """How tokens are routed.
 
-    score: "softmax" or "sigmoid" of the logits over all experts, or "chosen-softmax": the softmax over the logits of
-        the chosen experts alone.
+    score: "softmax" or "sigmoid" of the logits over all experts, "sqrt-softplus", the root of their softplus, or
+        "chosen-softmax": the softmax over the logits of the chosen experts alone.
     bias: the logits have one.
     correction: a learned value per expert is added to its score for choosing, not for weighing (arXiv 2408.15664).
+    hashed: rows of a table that says which experts a token of the vocabulary goes to (DeepSeek-V4's first layers);
+        None where experts are chosen by score.
     normalize: weights are divided by their sum plus `eps`, then multiplied by `scale`.
     rounded: weights pass through the activations' dtype, as the reference implementation has it.
     """
 
     experts: int
     top_k: int
-    score: Literal["softmax", "sigmoid", "chosen-softmax"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sqrt-softplus", "chosen-softmax"] = "softmax"
     bias: bool = False
     correction: bool = False
+    hashed: int | None = None
     groups: Groups | None = None
     normalize: bool = False
     eps: float = 0.0
@@ -63,6 +67,8 @@ class RouterSpec:
             tensors["bias"] = Tensor(shape=(self.experts,), init="zeros")
         if self.correction:
             tensors["correction"] = Tensor(shape=(self.experts,), init="zeros", dtype=FLOAT32)
+        if self.hashed is not None:
+            tensors["table"] = Tensor(shape=(self.hashed, self.top_k), init="cycle", period=self.experts, dtype=INT32)
         return tensors
 
     def assemble(self, take: Take) -> RouterWeights:
@@ -70,6 +76,7 @@ class RouterSpec:
             weight=take("weight"),
             bias=take("bias") if self.bias else None,
             correction=take("correction") if self.correction else None,
+            table=take("table") if self.hashed is not None else None,
         )
 
     def __call__(
@@ -84,10 +91,15 @@ class RouterSpec:
                 scores = jax.nn.softmax(logits, axis=-1)
             case "sigmoid":
                 scores = jax.nn.sigmoid(logits)
+            case "sqrt-softplus":
+                scores = jnp.sqrt(jax.nn.softplus(logits))
             case "chosen-softmax":
                 scores = logits
-        choice = scores if weights.correction is None else scores + weights.correction
-        _, ids = lax.top_k(choice if self.groups is None else _of_best_groups(choice, self.groups), self.top_k)
+        if weights.table is not None:
+            ids = hash_experts(tokens, weights.table)
+        else:
+            choice = scores if weights.correction is None else scores + weights.correction
+            _, ids = lax.top_k(choice if self.groups is None else _of_best_groups(choice, self.groups), self.top_k)
         chosen = jnp.take_along_axis(scores, ids, axis=-1)
         if self.score == "chosen-softmax":
             chosen = jax.nn.softmax(chosen, axis=-1)
@@ -95,6 +107,11 @@ class RouterSpec:
             chosen = chosen / (chosen.sum(axis=-1, keepdims=True) + self.eps)
         chosen = chosen * self.scale
         return ids, chosen.astype(x.dtype).astype(jnp.float32) if self.rounded else chosen
+
+
+def hash_experts(tokens: Int[Array, "*T"], table: Int32[Array, "V K"]) -> Int32[Array, "*T K"]:
+    """The experts of a hash-routed layer. They are known as soon as a token is, so their prefetch is exact."""
+    return table[tokens]
 
 
 def _of_best_groups(choice: Float32[Array, "T E"], groups: Groups) -> Float32[Array, "T E"]:

@@ -11,6 +11,7 @@ from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.models.mixers import Mixer
 from seqmoe_jax.models.mlp import DenseSpec, DenseWeights, SharedSpec
 from seqmoe_jax.models.norms import RMSNorm
+from seqmoe_jax.models.residual import PLAIN, HyperHead, Residual
 from seqmoe_jax.models.routers import RouterSpec
 from seqmoe_jax.models.tensors import Take, Tensor, Tensors, below, take_below
 from seqmoe_jax.models.weights import LayerWeights, ModelWeights, MoEWeights
@@ -36,16 +37,18 @@ class MoESpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """`x += residual * mixer(norm(x))`, then `x += residual * mlp(norm(x))`."""
+    """`x = join(x, mixer(norm(x)))`, then `x = join(x, mlp(norm(x)))`, where the residual says how to join."""
 
     norm: RMSNorm
     mixer: Mixer
     mlp: DenseSpec | MoESpec
-    residual: float = 1.0
+    residual: Residual = PLAIN
 
     def tensors(self, hidden: int) -> Tensors:
         tensors = {"input_norm": self.norm.tensor(hidden), "post_norm": self.norm.tensor(hidden)}
         tensors |= below("mixer", self.mixer.tensors(hidden))
+        for half in ("mixer_residual", "mlp_residual"):
+            tensors |= below(half, self.residual.tensors(hidden))
         if isinstance(self.mlp, DenseSpec):
             return tensors | below("mlp", self.mlp.tensors(hidden))
         tensors |= below("router", self.mlp.router.tensors(hidden))
@@ -63,6 +66,8 @@ class LayerSpec:
             mixer=self.mixer.assemble(take_below("mixer", take)),
             post_norm=take("post_norm"),
             mlp=mlp,
+            mixer_residual=self.residual.assemble(take_below("mixer_residual", take)),
+            mlp_residual=self.residual.assemble(take_below("mlp_residual", take)),
         )
 
 
@@ -82,6 +87,7 @@ class ModelSpec:
     fp8_block: tuple[int, int] | None = None  # rows, columns per scale in the checkpoint; None where nothing is FP8
     embedding_scale: float = 1.0  # embeddings are multiplied by it
     logits_scale: float = 1.0  # logits are divided by it
+    head: HyperHead | None = None  # how streams of hidden states become one before the last norm; None: there is one
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -103,6 +109,11 @@ class ModelSpec:
         return layers[0]
 
     @property
+    def token_shape(self) -> tuple[int, ...]:
+        """Shape of a token's hidden state between layers: `[H]`, or `[S, H]` with streams."""
+        return (self.hidden,) if self.head is None else (self.head.streams, self.hidden)
+
+    @property
     def num_keys(self) -> int:
         """L * E: how many experts the model has."""
         return len(self.moe_layers) * self.moe.experts
@@ -118,6 +129,8 @@ class ModelSpec:
         tensors = {"embed": Tensor(shape=(self.vocab, self.hidden)), "final_norm": self.norm.tensor(self.hidden)}
         if not self.tied:
             tensors["lm_head"] = Tensor(shape=(self.vocab, self.hidden))
+        if self.head is not None:
+            tensors |= below("head", self.head.tensors(self.hidden))
         for index, layer in enumerate(self.layers):
             tensors |= below(f"layers.{index}", layer.tensors(self.hidden))
         return tensors
@@ -127,4 +140,5 @@ class ModelSpec:
         layers = tuple(layer.assemble(take_below(f"layers.{index}", take)) for index, layer in enumerate(self.layers))
         embed = take("embed")
         head = embed if self.tied else take("lm_head")
-        return ModelWeights(embed=embed, layers=layers, norm=take("final_norm"), head=head)
+        streams = None if self.head is None else self.head.assemble(take_below("head", take))
+        return ModelWeights(embed=embed, layers=layers, norm=take("final_norm"), head=head, streams=streams)

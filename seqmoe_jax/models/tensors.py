@@ -15,18 +15,21 @@ import numpy as np
 from jaxtyping import Array
 
 FLOAT32 = np.dtype(np.float32)
+INT32 = np.dtype(np.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
     """Shape of one dense tensor, what random weights fill it with, and its dtype where that is a fixed one.
 
-    `init`: "normal" has a standard deviation of 1 / sqrt(last axis), which makes maps of unit variance.
+    `init`: "normal" has a standard deviation of 1 / sqrt(last axis), which makes maps of unit variance; "cycle" counts
+    from 0 to `period` - 1 over and over.
     """
 
     shape: tuple[int, ...]
-    init: Literal["normal", "ones", "zeros"] = "normal"
+    init: Literal["normal", "ones", "zeros", "cycle"] = "normal"
     dtype: np.dtype | None = None  # None: that of the activations
+    period: int = 1
 
     def nbytes(self, activations: np.dtype) -> int:
         return math.prod(self.shape) * (self.dtype or activations).itemsize

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from seqmoe_jax.models.mixers.base import Weights
 from seqmoe_jax.models.mlp import DenseWeights, SharedWeights
+from seqmoe_jax.models.residual import HyperWeights
 from seqmoe_jax.models.routers import RouterWeights
 
 
@@ -24,6 +25,8 @@ class LayerWeights(NamedTuple):
     mixer: Weights  # what the layer's mixer assembles
     post_norm: Float[Array, " H"]
     mlp: DenseWeights | MoEWeights
+    mixer_residual: HyperWeights | None = None
+    mlp_residual: HyperWeights | None = None
 
 
 class ModelWeights(NamedTuple):
@@ -31,3 +34,4 @@ class ModelWeights(NamedTuple):
     layers: tuple[LayerWeights, ...]
     norm: Float[Array, " H"]
     head: Float[Array, "V H"]  # the same array as `embed` where the model ties them
+    streams: HyperWeights | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from seqmoe_jax.models.families.common import Family, gqa, model, only, rms_norm, router
 from seqmoe_jax.models.fields import Fields
 from seqmoe_jax.models.naming import LAYER, ExpertNames, Names
+from seqmoe_jax.models.residual import Add
 from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
 
 
@@ -16,7 +17,9 @@ def granitemoe(config: Fields) -> ModelSpec:
     attention = gqa(config, norm=norm, scale=config.number("attention_multiplier", 1.0))
     softmax = router(config, "num_local_experts", "num_experts", score="chosen-softmax")
     moe = MoESpec(router=softmax, width=config.size("intermediate_size"))
-    layer = LayerSpec(norm=norm, mixer=attention, mlp=moe, residual=config.number("residual_multiplier", 1.0))
+    layer = LayerSpec(
+        norm=norm, mixer=attention, mlp=moe, residual=Add(scale=config.number("residual_multiplier", 1.0))
+    )
     return model(
         config,
         family="granitemoe",

@@ -176,7 +176,9 @@ def _convolve(
         out = (taps[width - 1 - age] * new.astype(jnp.float32)).sum(axis=1, keepdims=True)
     else:
         stream = jnp.concatenate([ring.ordered(past, positions[:, 0])[:, 1:], u], axis=1).astype(jnp.float32)
-        out = jnp.stack([taps[j] * stream[:, j : j + length] for j in range(width)]).sum(axis=0)
+        out = taps[0] * stream[:, :length]
+        for j in range(1, width):
+            out = out + taps[j] * stream[:, j : j + length]
     return jax.nn.silu(out).astype(u.dtype), new
 
 

@@ -1,0 +1,237 @@
+"""`decode_attention` for NVIDIA GPUs: positions are split over programs, then their shares are combined (two launches).
+
+Which program does which positions, and the order of all sums, follow from a sequence's position alone: its result
+depends neither on the batch nor on the capacity. Programs that lie behind the position end at once. The new key and
+value are never read from the cache in the launch that writes them: every program makes them for itself.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels.decode_attention.config import Config, Heads
+
+
+def decode_attention(
+    qkv: Float[Array, "B rows"],
+    k: Float[Array, "B G C D"],
+    v: Float[Array, "B G C D"],
+    positions: Int[Array, " B"],
+    cos: Float32[Array, "B D"],
+    sin: Float32[Array, "B D"],
+    *,
+    heads: Heads,
+    q_norm: Float[Array, " n"] | None = None,
+    k_norm: Float[Array, " m"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B ND"], Float[Array, "B G C D"], Float[Array, "B G C D"]]:
+    """One new position of every sequence: norms and turns queries and keys, writes the cache, attends.
+
+    Args:
+        qkv: rows of queries, keys, values in this order; more may follow and are ignored.
+        k, v: the cache; position p lies at p mod C. Updated in place where the caller's jit donates them.
+        positions: of the new tokens. Attention is over all that the cache holds up to them: with a window, C is at
+            most the window.
+        cos, sin: factors of every dimension and of its partner, of rounded values (`Rope.factors`).
+        q_norm, k_norm: weights of the norms, `[D]`, or `[N D]` and `[G D]` where they are over the full width.
+        sinks: scores that join each head's softmax and take their share to nowhere.
+
+    Returns the heads' outputs and the cache. Sums are float32. The powers of the softmax are rounded to the dtype of
+    `qkv` before they meet the values; plain XLA rounds them after the division by their sum, so bf16 results may
+    differ in the last bits.
+    """
+    config = config or Config()
+    batch, held = k.shape[0], k.shape[2]
+    dim, splits = heads.dim, config.splits
+    if heads.unfit:
+        raise ValueError(f"decode_attention: {heads.unfit}")
+    if k.dtype != qkv.dtype or v.dtype != qkv.dtype:
+        raise ValueError(f"decode_attention: expected a cache of {qkv.dtype} like qkv, got {k.dtype} and {v.dtype}")
+    positions = positions.astype(jnp.int32)
+    norms = [] if heads.norm is None else [q_norm, k_norm]
+    shares = jax.ShapeDtypeStruct((batch, heads.count, splits, dim), jnp.float32)
+    scalars = jax.ShapeDtypeStruct((batch, heads.count, splits), jnp.float32)
+    k, v, shares, peaks, sums = pl.pallas_call(
+        partial(_share_kernel, heads=heads, config=config, interpret=interpret),
+        out_shape=[*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)), shares, scalars, scalars],
+        grid=(min(splits, pl.cdiv(held, config.tile)), heads.kv, batch),
+        input_output_aliases={0: 0, 1: 1},
+        compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=2),
+        interpret=interpret,
+        name="decode_attention",
+    )(k, v, positions, qkv, cos, sin, *norms)
+    out = pl.pallas_call(
+        partial(_combine_kernel, held=held, config=config),
+        out_shape=jax.ShapeDtypeStruct((batch, heads.count * dim), qkv.dtype),
+        grid=(heads.count, batch),
+        compiler_params=plgpu.CompilerParams(num_warps=config.combine_warps, num_stages=1),
+        interpret=interpret,
+        name="decode_attention_combine",
+    )(positions, shares, peaks, sums, *([] if sinks is None else [sinks]))
+    return out, k, v
+
+
+def _division(position: Int[Array, ""], held: int, config: Config) -> tuple[Array, Array, Array]:
+    """The last place that is attended to, how many tiles that makes, and tiles per program."""
+    last = jnp.minimum(position, held - 1)
+    tiles = lax.div(last, jnp.int32(config.tile)) + 1
+    return last, tiles, lax.div(tiles + (config.splits - 1), jnp.int32(config.splits))
+
+
+def _share_kernel(
+    k_ref: Any, v_ref: Any, positions_ref: Any, qkv_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any,
+    heads: Heads, config: Config, interpret: bool,
+) -> None:  # fmt: skip
+    """One program's positions of one sequence, for the queries that share a key/value head."""
+    q_norm_ref, k_norm_ref = refs[:2] if heads.norm is not None else (None, None)
+    new_k_ref, new_v_ref, shares_ref, peaks_ref, sums_ref = refs[-5:]
+    share, g, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    held, dim, tile = k_ref.shape[2], heads.dim, config.tile
+    group = heads.count // heads.kv
+    position = positions_ref[b]
+    last, tiles, per_program = _division(position, held, config)
+    place = lax.rem(position, jnp.int32(held))
+    first = share * per_program
+    end = jnp.minimum(first + per_program, tiles)
+
+    @pl.when(first < end)
+    def _() -> None:
+        dtype = qkv_ref.dtype
+        dot = partial(_dot, interpret=interpret)
+        lanes = jnp.arange(dim, dtype=jnp.int32)
+        cos, sin = cos_ref[b, :][None], sin_ref[b, :][None]
+        rows = jnp.arange(max(16, pl.next_power_of_2(group)), dtype=jnp.int32)  # 16: the least of a matrix product
+        queries = g * group + jnp.minimum(rows, group - 1)
+        read = partial(_vectors, qkv_ref, b, heads=heads)
+        q = _turned(partial(read, queries, 0, heads.count, q_norm_ref), cos, sin, heads, dtype)
+        one = jnp.zeros((1,), jnp.int32) + g
+        new_k = _turned(partial(read, one, heads.count, heads.kv, k_norm_ref), cos, sin, heads, dtype)
+        new_v = _clipped(_raw(qkv_ref, b, (heads.count + heads.kv + one)[:, None] * dim + lanes[None]), heads)
+        new_v = new_v.astype(dtype)
+
+        def attend(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            peak, total, out = carry
+            places = index * tile + jnp.arange(tile, dtype=jnp.int32)
+            past = jnp.broadcast_to(((places <= last) & (places != place))[:, None], (tile, dim))
+            new = jnp.broadcast_to((places == place)[:, None], (tile, dim))
+            where = pl.ds(index * tile, tile)
+            keys, values = (
+                plgpu.load(ref.at[b, g, where, :], mask=past, other=jnp.zeros((), ref.dtype)) for ref in (k_ref, v_ref)
+            )
+            keys = jnp.where(new, jnp.broadcast_to(new_k, keys.shape), keys)
+            values = jnp.where(new, jnp.broadcast_to(new_v, values.shape), values)
+            scores = dot(q, keys, trans_b=True) * heads.scale
+            scores = jnp.where(jnp.broadcast_to((places <= last)[None], scores.shape), scores, -jnp.inf)
+            higher = jnp.maximum(peak, jnp.max(scores, axis=1))
+            shrink, powers = jnp.exp(peak - higher), jnp.exp(scores - higher[:, None])
+            out = out * shrink[:, None] + dot(powers.astype(dtype), values)
+            return higher, total * shrink + jnp.sum(powers, axis=1), out
+
+        empty = jnp.full(rows.shape, -jnp.inf, jnp.float32), jnp.zeros(rows.shape, jnp.float32)
+        start = (*empty, jnp.zeros((rows.shape[0], dim), jnp.float32))
+        peak, total, out = lax.fori_loop(first, end, attend, start)
+        real = rows < group
+        to = jnp.where(real, queries, heads.count)  # masked lanes point outside: interpreted, they are written back
+        plgpu.store(peaks_ref.at[b, to, share], peak, mask=real)
+        plgpu.store(sums_ref.at[b, to, share], total, mask=real)
+        row, column = jnp.broadcast_to(to[:, None], out.shape), jnp.broadcast_to(lanes[None], out.shape)
+        plgpu.store(shares_ref.at[b, row, share, column], out, mask=jnp.broadcast_to(real[:, None], out.shape))
+
+        own = lax.div(place, jnp.int32(tile))
+
+        @pl.when((first <= own) & (own < end))
+        def _() -> None:
+            new_k_ref[b, g, pl.ds(place, 1), :] = new_k
+            new_v_ref[b, g, pl.ds(place, 1), :] = new_v
+
+
+def _combine_kernel(positions_ref: Any, shares_ref: Any, peaks_ref: Any, sums_ref: Any, *refs: Any,
+                    held: int, config: Config) -> None:  # fmt: skip
+    """One head of one sequence, of all programs' shares."""
+    *maybe_sinks, out_ref = refs
+    n, b = pl.program_id(0), pl.program_id(1)
+    dim = shares_ref.shape[3]
+    _, tiles, per_program = _division(positions_ref[b], held, config)
+    index = jnp.arange(config.splits, dtype=jnp.int32)
+    real = index * per_program < tiles
+    peaks = plgpu.load(peaks_ref.at[b, n, :], mask=real, other=-jnp.inf)
+    sums = plgpu.load(sums_ref.at[b, n, :], mask=real, other=0.0)
+    shares = plgpu.load(
+        shares_ref.at[b, n, :, :], mask=jnp.broadcast_to(real[:, None], (config.splits, dim)), other=0.0
+    )
+    peak = jnp.max(peaks)
+    if maybe_sinks:
+        sink = maybe_sinks[0][n].astype(jnp.float32)
+        peak = jnp.maximum(peak, sink)
+    factors = jnp.exp(peaks - peak)
+    total = jnp.sum(factors * sums)
+    if maybe_sinks:
+        total += jnp.exp(sink - peak)
+    out_ref[b, pl.ds(n * dim, dim)] = (jnp.sum(factors[:, None] * shares, axis=0) / total).astype(out_ref.dtype)
+
+
+def _raw(qkv_ref: Any, b: Array, index: Int[Array, "M D"]) -> Float32[Array, "M D"]:
+    return plgpu.load(qkv_ref.at[b, index]).astype(jnp.float32)
+
+
+def _clipped(x: Float32[Array, "M D"], heads: Heads) -> Float32[Array, "M D"]:
+    return x if heads.clip is None else jnp.minimum(jnp.maximum(x, -heads.clip), heads.clip)
+
+
+def _vectors(
+    qkv_ref: Any, b: Array, which: Int[Array, " M"], first: int, count: int, norm_ref: Any, lanes: Int[Array, " D"],
+    *, heads: Heads,
+) -> Float32[Array, "M D"]:  # fmt: skip
+    """Dimensions `lanes`, a permutation, of the heads `which` of the `count` from head `first` on; normed, clipped."""
+    columns = which[:, None] * heads.dim + lanes[None]
+    x = _raw(qkv_ref, b, first * heads.dim + columns)
+    if heads.norm is None:
+        return _clipped(x, heads)
+    if heads.norm_over == "full":
+        width = count * heads.dim
+        every = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
+        inside = every < width
+        whole = plgpu.load(qkv_ref.at[b, first * heads.dim + jnp.where(inside, every, 0)], mask=inside, other=0)
+        mean_square = jnp.sum(whole.astype(jnp.float32) * whole.astype(jnp.float32)) / width
+        weight = plgpu.load(norm_ref.at[columns])
+        return _clipped(heads.norm.scaled(x, mean_square, weight, qkv_ref.dtype).astype(jnp.float32), heads)
+    x = _clipped(x, heads)
+    mean_square = (jnp.sum(x * x, axis=1) / heads.dim)[:, None]
+    weight = plgpu.load(norm_ref.at[lanes])[None]
+    return heads.norm.scaled(x, mean_square, weight, qkv_ref.dtype).astype(jnp.float32)
+
+
+def _turned(
+    vectors: Any, cos: Float32[Array, "1 D"], sin: Float32[Array, "1 D"], heads: Heads, dtype: jnp.dtype
+) -> Float[Array, "M D"]:
+    """Rotated by the position. A register tile cannot be permuted, so the partners are read once more."""
+    lanes = jnp.arange(heads.dim, dtype=jnp.int32)
+    x = vectors(lanes)
+    if not heads.turned:
+        return x.astype(dtype)
+    within, half = lanes - heads.turn_from, heads.turned // 2
+    if heads.turn_layout == "half":
+        partner = jnp.where(within < half, lanes + half, lanes - half)
+    else:
+        partner = jnp.where(lax.rem(within, jnp.int32(2)) == 0, lanes + 1, lanes - 1)
+    partner = jnp.where((within >= 0) & (within < heads.turned), partner, lanes)
+    return (x * cos + vectors(partner) * sin).astype(dtype)
+
+
+def _dot(a: Array, b: Array, *, interpret: bool, trans_b: bool = False) -> Float32[Array, "M cols"]:
+    """Float32 sums of products."""
+    if interpret:  # XLA's CPU backend has no products of bf16 matrices inside loops, and would put them back in
+        a, b = lax.optimization_barrier((a.astype(jnp.float32), b.astype(jnp.float32)))
+    # Without this float32 is multiplied in TF32, which has 10 bits of mantissa.
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return plgpu.dot(a, b, trans_b=trans_b, precision=precision)

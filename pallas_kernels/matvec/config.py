@@ -1,0 +1,34 @@
+"""Block shapes of the matrix-vector kernel and the rule that picks them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_BATCH = 8  # vectors that a program holds beside its rows of the matrix
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A program makes `rows` outputs of every vector in `warps` warps, reading whole rows at once, in pieces of at most
+    `cols` columns. All powers of two."""
+
+    rows: int = 2
+    cols: int = 2048
+    warps: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "cols", "warps"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"matvec config: {name} must be a power of two, got {value}")
+
+
+def default_config(width: int, itemsize: int) -> Config:
+    """Block shapes for rows of `width` elements: 512 bytes in flight a thread, best for the experts' projections.
+
+    The rule follows from the matrix alone, never from the batch: a vector's result does not depend on its neighbours.
+    """
+    cols = 1 << min(11, max(4, (width - 1).bit_length()))
+    rows = 4 if width * itemsize <= 4096 else 2
+    warps = max(1, rows * width * itemsize // (32 * 512))
+    return Config(rows=rows, cols=cols, warps=min(8, 1 << (warps.bit_length() - 1)))

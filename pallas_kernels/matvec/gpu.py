@@ -1,0 +1,144 @@
+"""`matvec` for NVIDIA GPUs: each program reads its rows of the matrix once, for all vectors.
+
+Every program norms the vectors for itself: they come from L1, while its rows are on their way from memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Bool, Float, Float32
+
+from pallas_kernels.matvec.config import MAX_BATCH, Config, default_config
+from pallas_kernels.norm import Norm
+
+
+def matvec(
+    x: Float[Array, "B I"],
+    w: Float[Array, "O I"],
+    *,
+    bias: Float[Array, " O"] | None = None,
+    norm: Norm | None = None,
+    norm_weight: Float[Array, " I"] | None = None,
+    residual: Float[Array, "B O"] | None = None,
+    residual_scale: float = 1.0,
+    dtype: jnp.dtype | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B O"], Float[Array, "B I"]]:
+    """`residual + residual_scale * (norm(x) W^T + bias)`, and `norm(x)`, in one launch.
+
+    Args:
+        x: B vectors, at most `MAX_BATCH`; float32, bf16 or f16.
+        w: rows as in checkpoints, in the dtype of `x`.
+        bias: added in float32.
+        norm, norm_weight: applied to `x` first; None leaves it (and it is returned as it came).
+        residual: added after the sum was rounded to `dtype`, as an addition of its own would.
+        dtype: of the result; that of `x` by default.
+
+    Sums are float32, in an order that the shape of `w` alone decides.
+    """
+    (batch, width), (outputs, columns) = x.shape, w.shape
+    if width != columns or not 1 <= batch <= MAX_BATCH:
+        raise ValueError(f"matvec: expected x[B, {columns}] with B of 1 to {MAX_BATCH}, got x{list(x.shape)}")
+    config = config or default_config(width, w.dtype.itemsize)
+    kernel = functools.partial(
+        _kernel, norm=norm, biased=bias is not None, added=residual is not None, scale=residual_scale, config=config
+    )
+    optional = [array for array in (bias, norm_weight if norm else None, residual) if array is not None]
+    out_shape = [jax.ShapeDtypeStruct((batch, outputs), dtype or x.dtype)]
+    if norm is not None:
+        out_shape.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
+    out, *normed = pl.pallas_call(
+        kernel,
+        out_shape=out_shape,
+        grid=(pl.cdiv(outputs, config.rows),),
+        compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=1),
+        interpret=interpret,
+        name="matvec",
+    )(x, w, *optional)
+    return out, normed[0] if normed else x
+
+
+def _kernel(
+    x_ref: Any, w_ref: Any, *refs: Any, norm: Norm | None, biased: bool, added: bool, scale: float, config: Config
+) -> None:
+    rest = list(refs)
+    bias_ref = rest.pop(0) if biased else None
+    norm_ref = rest.pop(0) if norm is not None else None
+    residual_ref = rest.pop(0) if added else None
+    out_ref, *normed_refs = rest
+    (batch, width), outputs = x_ref.shape, w_ref.shape[0]
+    row = pl.program_id(0) * config.rows
+    below = None if outputs % config.rows == 0 else row + jnp.arange(config.rows, dtype=jnp.int32) < outputs
+    starts = range(0, width, config.cols)
+    inside = [_inside(start, config.cols, width) for start in starts]
+    rows, columns = pl.ds(row, config.rows), [_span(start, config.cols, width) for start in starts]
+    # First of all, so that they are under way while the vectors are normed.
+    tiles = [
+        _load(w_ref.at[rows, span], _tile_mask(below, mask, (config.rows, config.cols)))
+        for span, mask in zip(columns, inside, strict=True)
+    ]
+    factors = [None if norm_ref is None else _load(norm_ref.at[s], m) for s, m in zip(columns, inside, strict=True)]
+    for b in map(jnp.int32, range(batch)):  # the lowering takes no literal among the indices of a load
+        pieces = [_load(x_ref.at[b, span], mask) for span, mask in zip(columns, inside, strict=True)]
+        if norm is not None:
+            wide = [piece.astype(jnp.float32) for piece in pieces]
+            mean_square = jnp.sum(_add_up([piece * piece for piece in wide])) / width
+            pieces = [
+                norm.scaled(piece, mean_square, factor, x_ref.dtype)
+                for piece, factor in zip(wide, factors, strict=True)
+            ]
+
+            @pl.when(pl.program_id(0) == 0)
+            def _(b: Array = b, pieces: list[Array] = pieces) -> None:
+                for piece, span, mask in zip(pieces, columns, inside, strict=True):
+                    plgpu.store(normed_refs[0].at[b, span], piece, mask=mask)
+
+        products = [
+            tile.astype(jnp.float32) * piece.astype(jnp.float32)[None]
+            for tile, piece in zip(tiles, pieces, strict=True)
+        ]
+        total = jnp.sum(_add_up(products), axis=1)
+        if bias_ref is not None:
+            total += _load(bias_ref.at[rows], below).astype(jnp.float32)
+        total = total.astype(out_ref.dtype)
+        if residual_ref is not None:
+            kept = _load(residual_ref.at[b, rows], below)
+            scaled = total if scale == 1 else (total.astype(jnp.float32) * scale).astype(total.dtype)
+            total = (kept.astype(jnp.float32) + scaled.astype(jnp.float32)).astype(total.dtype)
+        plgpu.store(out_ref.at[b, rows], total, mask=below)
+
+
+def _add_up(parts: list[Float32[Array, "..."]]) -> Float32[Array, "..."]:
+    return functools.reduce(jnp.add, parts)
+
+
+def _inside(start: int, block: int, size: int) -> Bool[Array, " block"] | None:
+    return None if start + block <= size else start + jnp.arange(block, dtype=jnp.int32) < size
+
+
+def _span(start: int, block: int, size: int) -> Any:
+    # Pallas rejects static slices beyond the array, also under a mask.
+    return pl.ds(start if start + block <= size else jnp.int32(start), block)
+
+
+def _tile_mask(
+    rows: Bool[Array, " R"] | None, cols: Bool[Array, " C"] | None, shape: tuple[int, int]
+) -> Bool[Array, "R C"] | None:
+    masks = []
+    if rows is not None:
+        masks.append(jnp.broadcast_to(rows[:, None], shape))
+    if cols is not None:
+        masks.append(jnp.broadcast_to(cols[None, :], shape))
+    return functools.reduce(jnp.logical_and, masks) if masks else None
+
+
+def _load(ref: Any, mask: Array | None) -> Array:
+    """Zeros where the mask is false."""
+    return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))

@@ -1,0 +1,60 @@
+"""Whether prefill routes every token as decoding it did, which `seqmoe trace` relies on: counts the same experts.
+
+    python -m scripts.check_replay [MODEL] --new 161
+
+Decodes eight prompts greedily, listening inside the decode step, then asks for the routing of the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import jax
+import numpy as np
+
+from seqmoe_jax.api import load
+from seqmoe_jax.experts import cache
+
+PROMPTS = (
+    "def fibonacci(n):", "Once upon a time", "ROMEO:\n", "public class Stack {", "Question: Tom has 5 boxes",
+    "hacker\n n.", "The president said that", "class Foo(Bar):",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--new", type=int, default=161, help="tokens per prompt (default: 161)")
+    args = parser.parse_args()
+    heard: dict[int, np.ndarray] = {}
+    honest = cache.bring_in
+
+    def listening(slots: Any, pool: Any, ids: Any, layer: Any, config: Any) -> Any:
+        if isinstance(layer, int):  # decoding; prefill compiles one program for all layers
+            jax.debug.callback(lambda clock, now: heard.update({int(clock): np.array(now)}), slots.clock, ids)
+        return honest(slots, pool, ids, layer, config)
+
+    cache.bring_in = listening
+    # Rule lru counts the layers that ran: that orders what is heard.
+    engine = load(args.model, residency=0.9, policy="lru", max_batch=len(PROMPTS))
+    prompts = [engine.request(prompt).tokens for prompt in PROMPTS]
+    new: list[list[int]] = [[] for _ in prompts]
+    for event in engine.tokens.run(prompts, max_new_tokens=args.new):
+        new[event.sequence].append(event.token)
+    jax.effects_barrier()
+    spec = engine.tokens.model.spec
+    layers, active = len(spec.moe_layers), spec.moe.top_k
+    decoded = [heard[clock] for clock in sorted(heard)][: (args.new - 1) * layers]
+    steps = np.array(decoded).reshape(args.new - 1, layers, len(prompts), active)
+    replayed = engine.tokens.routing([prompt + tokens[:-1] for prompt, tokens in zip(prompts, new, strict=True)])
+    same = total = 0
+    for row, (ids, _) in enumerate(replayed):
+        again = ids[len(prompts[row]) :]
+        same += int((steps[:, :, row, :, None] == again[:, :, None, :]).any(-1).sum())
+        total += again.size
+    print(f"{same} of {total} routed experts are the same, over {total // (layers * active)} decode steps")
+
+
+if __name__ == "__main__":
+    main()

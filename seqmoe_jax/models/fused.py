@@ -1,0 +1,180 @@
+"""The parts of a layer around its experts for one new position per sequence, in as few launches as can be.
+
+What the kernels do not cover (`unfit` says what) is computed by `block`, in plain XLA; the results are the same up to
+the order of sums. Shapes as in `block`, with T = 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from pallas_kernels.backend import Implementation
+from pallas_kernels.decode_attention.config import Heads
+from pallas_kernels.matvec.config import MAX_BATCH
+from pallas_kernels.router_choice.config import MAX_CHOSEN, MAX_EXPERTS, Score
+from seqmoe_jax.models import block
+from seqmoe_jax.models.layers import linear, mask_inactive
+from seqmoe_jax.models.mixers import State
+from seqmoe_jax.models.mixers.gqa import GQA, KV
+from seqmoe_jax.models.residual import Add, Mixing
+from seqmoe_jax.models.routers import RouterSpec
+from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
+from seqmoe_jax.models.weights import LayerWeights, ModelWeights, MoEWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeKernels:
+    """What computes each part of a decode step beside the experts: the kernels ("gpu") or plain XLA.
+
+    projection: the matrices before and after attention, and the output head.
+    interpret: run the kernels in Pallas's interpreter; for tests.
+    """
+
+    attention: Implementation = "xla"
+    router: Implementation = "xla"
+    projection: Implementation = "xla"
+    interpret: bool = False
+
+    @classmethod
+    def of(cls, implementation: Implementation) -> DecodeKernels:
+        """All of them where the experts' kernels are those for GPUs."""
+        one: Implementation = "gpu" if implementation == "gpu" else "xla"
+        return cls(attention=one, router=one, projection=one)
+
+
+PLAIN = DecodeKernels()
+
+
+def unfit(spec: ModelSpec, kernels: DecodeKernels) -> list[str]:
+    """Which parts of the model stay with XLA though kernels are asked for, and why."""
+    reasons = []
+    for layer in spec.layers:
+        if kernels != PLAIN and not isinstance(layer.residual, Add):
+            reasons.append(f"all beside the experts, for {type(layer.residual).__name__}: no kernel")
+        if kernels.attention == "gpu":
+            if not isinstance(layer.mixer, GQA):
+                reasons.append(f"{type(layer.mixer).__name__} mixers: no kernel")
+            elif heads_of(layer.mixer).unfit:
+                reasons.append(f"attention: {heads_of(layer.mixer).unfit}")
+        if kernels.router == "gpu" and isinstance(layer.mlp, MoESpec) and not _routable(layer.mlp.router):
+            reasons.append("the router: no kernel for this kind")
+    return list(dict.fromkeys(reasons))
+
+
+def heads_of(mixer: GQA) -> Heads:
+    """The mixer in the kernel's terms."""
+    rope = mixer.rope
+    return Heads(
+        count=mixer.heads,
+        kv=mixer.kv_heads,
+        dim=mixer.head_dim,
+        scale=mixer.scale,
+        norm=mixer.norm if mixer.qk_norm else None,
+        norm_over=mixer.qk_norm or "head",
+        clip=mixer.clip,
+        turned=rope.dims,
+        turn_from=0 if rope.part == "first" else mixer.head_dim - rope.dims,
+        turn_layout=rope.layout,
+    )
+
+
+def mix(
+    x: Float[Array, "B 1 *S H"],
+    state: State,
+    positions: Int[Array, "B 1"],
+    active: Bool[Array, " B"],
+    weights: LayerWeights,
+    layer: LayerSpec,
+    kernels: DecodeKernels,
+) -> tuple[Float[Array, "B 1 *S H"], State]:
+    """`block.mix` of one position per sequence."""
+    mixer, residual = layer.mixer, layer.residual
+    plain = kernels.attention != "gpu" or not isinstance(residual, Add)
+    if plain or not isinstance(mixer, GQA) or heads_of(mixer).unfit:
+        return block.mix(x, state, positions, active[:, None], weights, layer)
+    from pallas_kernels.decode_attention.gpu import decode_attention  # Pallas is slow to import
+
+    w, flat, at = weights.mixer, x[:, 0], positions[:, 0]
+    projecting = _projecting(x.shape[0], kernels)
+    if projecting:
+        from pallas_kernels.matvec.gpu import matvec
+
+        qkv, _ = matvec(
+            flat, w.qkv, bias=w.qkv_bias, norm=layer.norm, norm_weight=weights.input_norm, interpret=kernels.interpret
+        )
+    else:
+        qkv = linear(layer.norm(flat, weights.input_norm), w.qkv, w.qkv_bias)
+    cos, sin = mixer.rope.factors(at, mixer.head_dim, x.dtype)
+    out, *kv = decode_attention(
+        qkv, state.k, state.v, at, cos, sin, heads=heads_of(mixer), q_norm=w.q_norm, k_norm=w.k_norm, sinks=w.sinks,
+        interpret=kernels.interpret,
+    )  # fmt: skip
+    if mixer.gate:
+        out = out * jax.nn.sigmoid(qkv[:, (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim :])
+    if projecting:
+        flat, _ = matvec(
+            out, w.o, bias=w.o_bias, residual=flat, residual_scale=residual.scale, interpret=kernels.interpret
+        )
+        return flat[:, None], KV(*kv)
+    return residual.leave(x, linear(out, w.o, w.o_bias)[:, None], None), KV(*kv)
+
+
+def route(
+    x: Float[Array, "B 1 *S H"],
+    tokens: Int[Array, " B"],
+    active: Bool[Array, " B"],
+    weights: LayerWeights,
+    layer: LayerSpec,
+    kernels: DecodeKernels,
+) -> tuple[Float[Array, "B H"], Mixing | None, Int[Array, "B K"], Float32[Array, "B K"]]:
+    """`block.moe_input`, and where each token goes (-1 for ended sequences) with which weights."""
+    assert isinstance(layer.mlp, MoESpec)
+    assert isinstance(weights.mlp, MoEWeights)
+    router, w = layer.mlp.router, weights.mlp.router
+    plain = kernels.router != "gpu" or not isinstance(layer.residual, Add) or x.shape[0] > MAX_BATCH
+    if plain or not _routable(router):
+        normed, mixing = block.moe_input(x, weights, layer)
+        ids, shares = router(normed, tokens, w)
+        return normed, mixing, mask_inactive(ids, active), shares
+    from pallas_kernels.matvec.gpu import matvec
+    from pallas_kernels.router_choice.gpu import router_choice
+
+    logits, normed = matvec(
+        x[:, 0], w.weight, norm=layer.norm, norm_weight=weights.post_norm, dtype=jnp.dtype(jnp.float32),
+        interpret=kernels.interpret,
+    )  # fmt: skip
+    ids, shares = router_choice(
+        logits, active, top_k=router.top_k, score=router.score, bias=w.bias, correction=w.correction,
+        normalize=router.normalize, eps=router.eps, scale=router.scale,
+        rounded_to=x.dtype if router.rounded else None, interpret=kernels.interpret,
+    )  # fmt: skip
+    return normed, None, ids, shares
+
+
+def logits_of(
+    x: Float[Array, "B *S H"], weights: ModelWeights, spec: ModelSpec, kernels: DecodeKernels
+) -> Float32[Array, "B V"]:
+    """`block.logits_of`."""
+    if not _projecting(x.shape[0], kernels) or spec.head is not None:
+        return block.logits_of(x, weights, spec)
+    from pallas_kernels.matvec.gpu import matvec
+
+    logits, _ = matvec(
+        x, weights.head, norm=spec.norm, norm_weight=weights.norm, dtype=jnp.dtype(jnp.float32),
+        interpret=kernels.interpret,
+    )  # fmt: skip
+    return logits if spec.logits_scale == 1 else logits / spec.logits_scale
+
+
+def _projecting(batch: int, kernels: DecodeKernels) -> bool:
+    return kernels.projection == "gpu" and batch <= MAX_BATCH
+
+
+def _routable(router: RouterSpec) -> bool:
+    chosen_by_score = router.hashed is None and router.groups is None and router.score in get_args(Score)
+    return chosen_by_score and router.experts <= MAX_EXPERTS and router.top_k <= MAX_CHOSEN

@@ -1,0 +1,64 @@
+"""Claims about the fused half-layers: they compute what the plain ones do, and say what they leave to XLA."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from seqmoe_jax.loading import random_weights
+from seqmoe_jax.models import fused
+from seqmoe_jax.models.families import spec_from_config
+from seqmoe_jax.models.fused import PLAIN, DecodeKernels
+from seqmoe_jax.models.routers import Groups
+from seqmoe_jax.testing import tiny_config
+
+KERNELS = replace(DecodeKernels.of("gpu"), interpret=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    spec = spec_from_config(tiny_config(num_hidden_layers=1, mlp_only_layers=[]))
+    return spec, random_weights(jax.random.key(3), spec=spec, dtype=np.dtype(np.float32))
+
+
+def test_a_layer_and_the_head_are_those_of_plain_xla(model):
+    spec, weights = model
+    layer, w = spec.layers[0], weights.layers[0]
+    state = jax.tree.map(
+        lambda a: jax.random.normal(jax.random.key(1), a.shape), layer.mixer.init_state(2, 48, np.dtype(np.float32))
+    )
+    x, positions = jax.random.normal(jax.random.key(0), (2, 1, spec.hidden)), jnp.array([[5], [40]], jnp.int32)
+    active, tokens = jnp.array([True, False]), jnp.zeros(2, jnp.int32)
+    close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+
+    @partial(jax.jit, static_argnames="kernels")
+    def run(x, state, kernels):
+        x, state = fused.mix(x, state, positions, active, w, layer, kernels)
+        return (
+            x,
+            state,
+            fused.route(x, tokens, active, w, layer, kernels),
+            fused.logits_of(x[:, 0], weights, spec, kernels),
+        )
+
+    actual, expected = run(x, state, KERNELS), run(x, state, PLAIN)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        close(a, b)
+    assert (actual[2][2][1] == -1).all(), "a sequence that has ended routes nowhere"
+
+
+def test_what_has_no_kernel_is_said_and_left_to_xla(model):
+    spec, _ = model
+    assert fused.unfit(spec, KERNELS) == []
+    layer = spec.layers[0]
+    odd = replace(layer.mixer, head_dim=40, rope=replace(layer.mixer.rope, dims=40))
+    grouped = replace(layer.mlp, router=replace(layer.mlp.router, groups=Groups(count=2, best=1, score="max")))
+    changed = replace(spec, layers=(replace(layer, mixer=odd, mlp=grouped),))
+    assert len(fused.unfit(changed, KERNELS)) == 2
+    assert fused.unfit(changed, PLAIN) == []
+    assert DecodeKernels.of("xla") == DecodeKernels.of("tpu") == PLAIN

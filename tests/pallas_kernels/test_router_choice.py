@@ -1,0 +1,52 @@
+"""Claims about the router kernel: experts and weights are the router's own, for every kind it covers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lowering import lower_for
+
+from pallas_kernels.router_choice.gpu import router_choice
+from seqmoe_jax.models.routers import RouterSpec, RouterWeights
+
+KINDS = {
+    "qwen": {"score": "softmax", "normalize": True},
+    "mixtral": {"score": "softmax", "normalize": True, "rounded": False},
+    "olmoe": {"score": "softmax"},
+    "gpt-oss": {"score": "chosen-softmax", "bias": True},
+    "deepseek": {"score": "sigmoid", "correction": True, "normalize": True, "eps": 1e-20, "scale": 2.5},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (60, 4), (128, 8)])
+def test_it_chooses_and_weighs_as_the_router_does(kind, experts, top_k):
+    spec = RouterSpec(experts=experts, top_k=top_k, **KINDS[kind])
+    rng, batch = np.random.default_rng(experts), 3
+    # The router's matrix is the identity, so that its logits are the input, with ties among them.
+    logits = jnp.asarray(rng.integers(-8, 8, (batch, experts)) / 4, jnp.float32)
+    bias = jnp.asarray(rng.normal(size=experts), jnp.float32) if spec.bias else None
+    correction = jnp.asarray(rng.normal(size=experts), jnp.float32) if spec.correction else None
+    weights = RouterWeights(jnp.eye(experts), bias, correction)
+    expected_ids, expected = spec(logits, jnp.zeros(batch, jnp.int32), weights)
+    ids, shares = router_choice(
+        logits, jnp.array([True, False, True]), top_k=top_k, score=spec.score, bias=bias, correction=correction,
+        normalize=spec.normalize, eps=spec.eps, scale=spec.scale, interpret=True,
+    )  # fmt: skip
+    np.testing.assert_array_equal(ids[::2], expected_ids[::2])
+    np.testing.assert_array_equal(ids[1], -1)
+    np.testing.assert_allclose(shares, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(32, 4), (128, 8), (512, 10)])
+def test_it_lowers_without_the_hardware(experts, top_k):
+    logits = jax.ShapeDtypeStruct((4, experts), jnp.float32)
+    active, extra = jax.ShapeDtypeStruct((4,), bool), jax.ShapeDtypeStruct((experts,), jnp.float32)
+    for score in ("softmax", "sigmoid", "chosen-softmax"):
+        call = partial(router_choice, top_k=top_k, score=score, normalize=True, rounded_to=jnp.dtype(jnp.bfloat16))
+        text = lower_for("cuda", lambda a, b, c, call=call: call(a, b, bias=c, correction=c), logits, active, extra)
+        assert "router_choice" in text
