@@ -30,7 +30,7 @@ from seqmoe_jax.models.layers import mask_inactive
 from seqmoe_jax.models.mixers import State
 from seqmoe_jax.models.spec import ModelSpec, MoESpec
 from seqmoe_jax.models.weights import ModelWeights
-from seqmoe_jax.prefetch.plan import PlanConfig, make_plan
+from seqmoe_jax.prefetch.plan import SLOT, PlanConfig, make_plan, open_slots
 from seqmoe_jax.sampling import SamplingParams, greedy, mask_padding, sample
 
 RUNNING, STOPPED, EXHAUSTED = range(3)  # what a step says of a sequence: goes on, end token, length reached
@@ -134,6 +134,7 @@ class _Planner:
     def __init__(self, config: StepConfig, link: Link | None, tags: Int32[Array, ""]):
         self.config, self.link, self.tags = config, link, tags
         self.tasks: list[Int32[Array, "5 N"]] = []
+        self.open_slots: Int32[Array, " N"] | None = None
 
     def plan(self, cache: SlotCache, probability: Array, base: Array, first_layer: int) -> SlotCache:
         if self.config.plan is None or self.link is None:
@@ -147,6 +148,7 @@ class _Planner:
                 tags = tags + post(self.link.board, tags, jnp.concatenate([base.reshape(1), tasks.reshape(-1)]))
             self.tags = tags
             self.tasks.append(tasks)
+            self.open_slots = tasks[SLOT]
         return cache._replace(tables=tables)
 
 
@@ -180,7 +182,7 @@ def _layers(
     if config.forecast:
         # Computed, not kept in the state: there it would have to be copied, being read in every layer and replaced.
         cache = cache._replace(key_score=forecaster.worth(offload.forecast))
-    transfers, blocks = _receive(cache, link, config.cache)
+    transfers, blocks = _receive(cache, link, config.cache, config.plan)
     cache = cache._replace(blocks=blocks)
     planner = _Planner(config, link, offload.tags)
     base = cache.clock
@@ -210,6 +212,8 @@ def _layers(
                     cache = rescore(cache, forecaster.worth(forecast), moe_index * experts)
                     if config.plans == 2:
                         cache = planner.plan(cache, again, base, moe_index)
+                        if transfers is not None:
+                            transfers = transfers._replace(open_slots=planner.open_slots)
             with jax.named_scope(f"layer{index}/moe"):
                 normed, mixing, ids, expert_weights = fused.route(x, sequences.token, active, w, layer, config.kernels)
                 if replay is not None:
@@ -239,13 +243,14 @@ def _layers(
 
 
 def _receive(
-    cache: SlotCache, link: Link | None, config: CacheConfig
+    cache: SlotCache, link: Link | None, config: CacheConfig, plan: PlanConfig | None
 ) -> tuple[Transfers | None, Shaped[Array, "rows n"]]:
     """What `slot_update` needs to know of the engine; blocks with the arrivals copied in."""
-    if link is None or (link.landed is None and link.arrivals is None):
+    if link is None or plan is None:
         return None, cache.blocks
+    open_ = open_slots(cache.tables, plan.tasks)
     if link.landed is not None:
-        return Transfers(link.landed, link.progress), cache.blocks
+        return Transfers(link.landed, open_, link.progress), cache.blocks
     assert link.arrivals is not None
     slot, tag, blocks = link.arrivals.slot, link.arrivals.tag, cache.blocks
     at = jnp.maximum(slot, 0)
@@ -254,7 +259,7 @@ def _receive(
         target = jnp.where(expected[index], slot[index], -1).reshape(1)
         blocks = miss_load(blocks, arrived[None], jnp.zeros(1, jnp.int32), target, implementation=config.implementation)
     landed = jnp.zeros_like(cache.tables.tag).at[jnp.where(tag != 0, slot, config.slots)].set(tag, mode="drop")
-    return Transfers(landed, None), blocks
+    return Transfers(landed, open_, None), blocks
 
 
 def step(

@@ -22,6 +22,7 @@ def slot_update(
     clock: Int[Array, ""] | int,
     key_score: Int[Array, "2 keys"] | None = None,
     landed: Int[Array, " S"] | None = None,
+    open_slots: Int[Array, " N"] | None = None,
     progress: Int[Array, " P"] | None = None,
     implementation: Implementation | None = None,
     interpret: bool = False,
@@ -52,6 +53,7 @@ def slot_update(
             come in this step, [1] from its use on.
         landed: last tag reported for each slot by the transfer engine; may lie in `pinned_host` memory. None: there
             is no engine, which promises that no slot is COMPUTE on entry, and saves the scans over all slots.
+        open_slots: with an engine, every slot that is FETCH or COMPUTE, then -1. Needed on GPUs; elsewhere unused.
         progress: on GPUs with an engine that runs beside the step, an array in `pinned_host` memory. The kernel writes
             `clock * PROGRESS_UNIT + misses` into its first element for the engine to see, and where a routed expert
             is the one under way (`landed[s] == tag[s] + UNDER_WAY`) it waits for it instead of loading it again.
@@ -73,7 +75,9 @@ def slot_update(
         case "gpu":  # imported where used: Pallas is slow to import and absent from some builds
             from pallas_kernels.slot_update.gpu import slot_update_gpu
 
-            return slot_update_gpu(*arguments, progress, num_experts=num_experts, rule=rule, interpret=interpret)
+            return slot_update_gpu(
+                *arguments, open_slots, progress, num_experts=num_experts, rule=rule, interpret=interpret
+            )
         case "tpu":
             from pallas_kernels.slot_update.tpu import slot_update_tpu
 

@@ -40,6 +40,7 @@ def slot_update_gpu(
     clock: Int[Array, ""],
     key_score: Int[Array, "2 keys"] | None,
     landed: Int[Array, " S"] | None,
+    open_slots: Int[Array, " N"] | None = None,
     progress: Int[Array, " P"] | None = None,
     *,
     num_experts: int,
@@ -48,11 +49,12 @@ def slot_update_gpu(
 ) -> SlotUpdate:
     """See `slot_update`."""
     num_slots, num_ids = tables.state.shape[0], ids.shape[0]
+    if landed is not None and open_slots is None:
+        raise ValueError("slot_update on a GPU: landed needs open_slots, so that not all slots have to be looked at")
     # Scores flat: a key's second one lies `keys` further on.
     scores = None if key_score is None else key_score.reshape(-1)
-    optional = {
-        name: x for name, x in (("scores", scores), ("landed", landed), ("progress", progress)) if x is not None
-    }
+    given = {"scores": scores, "landed": landed, "open": open_slots, "progress": progress}
+    optional = {name: x for name, x in given.items() if x is not None}
     kernel = partial(_kernel, num_experts=num_experts, rule=rule, optional=tuple(optional), interpret=interpret)
     vector = jax.ShapeDtypeStruct(ids.shape, jnp.int32)
     outputs = pl.pallas_call(
@@ -78,6 +80,7 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...],
     slot_of_key, key_of_slot, state, tag, score, ids_ref, first_key_ref, clock_ref = refs[:8]
     given = dict(zip(optional, refs[8:inputs], strict=True))
     scores_ref, landed_ref, progress_ref = (given.get(name) for name in ("scores", "landed", "progress"))
+    open_ref = given.get("open")
     engine = landed_ref is not None
     new_slot_of_key, new_key_of_slot, new_state, new_tag, new_score, *outputs = refs[inputs:]
     slots_of_ids_ref, miss_expert_ref, miss_slot_ref, counts_ref = outputs
@@ -108,8 +111,8 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...],
     def wait_for_transfer(answer: Array, expected: Array, fetching: Array, slot_key: Array) -> tuple[Array, Array]:
         # Tell the engine where the step is; if this layer needs what is under way, wait for it. There is at most one.
         flying = fetching & (answer == expected + UNDER_WAY)
-        slot = jnp.min(jnp.where(flying, slots, OUTSIDE))
-        mine = slots == slot
+        slot = jnp.min(jnp.where(flying, open_, OUTSIDE))
+        mine = open_ == slot
         key, awaited = jnp.sum(jnp.where(mine, slot_key, 0)), jnp.sum(jnp.where(mine, expected, 0))
         needed = (slot < OUTSIDE) & (_count(absent & (first_key + ids == key)) > 0)
         progress_ref[0] = clock * PROGRESS_UNIT
@@ -127,13 +130,15 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...],
 
     if engine:
         # Land, and release this layer's slots at once: their new protection is in `fresh` and `order` below.
-        old_state = _gather(state, slots, inside)
-        fetching = inside & (old_state == SlotState.FETCH)
-        expected = _gather(tag, slots, fetching)
+        tasks = jnp.arange(pl.next_power_of_2(open_ref.shape[0]), dtype=jnp.int32)
+        open_ = _gather(open_ref, tasks, tasks < open_ref.shape[0])
+        old_state = _gather(state, open_, open_ >= 0)
+        fetching = (open_ >= 0) & (old_state == SlotState.FETCH)
+        waiting = (open_ >= 0) & (old_state == SlotState.COMPUTE)
+        expected = _gather(tag, open_, fetching)
         # The tags may lie in host memory: read only those that are waited for.
-        answer = _gather(landed_ref, slots, fetching)
-        waiting = inside & (old_state == SlotState.COMPUTE)
-        slot_key = _gather(key_of_slot, slots, fetching | waiting)
+        answer = _gather(landed_ref, open_, fetching)
+        slot_key = _gather(key_of_slot, open_, fetching | waiting)
         if progress_ref is not None:
             answer, waited = wait_for_transfer(answer, expected, fetching, slot_key)
         arrived = fetching & (expected > 0) & ((answer == expected) | (answer == -expected))
@@ -144,24 +149,29 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...],
         if scores_ref is not None:
             landed_score = _gather(scores_ref, slot_key, fresh)
         else:
-            landed_score = jnp.broadcast_to(used_score(first_key), slots.shape)
-        _scatter(new_slot_of_key, slot_key, slots, fresh)
-        _scatter(new_key_of_slot, slots, jnp.full_like(slots, -1), late)
-        _scatter(new_state, slots, landed_state.astype(jnp.int32), arrived | (waiting & own))
-        _scatter(new_tag, slots, jnp.zeros_like(slots), arrived)
-        _scatter(new_score, slots, landed_score, fresh)
+            landed_score = jnp.broadcast_to(used_score(first_key), tasks.shape)
+        _scatter(new_slot_of_key, slot_key, open_, fresh)
+        _scatter(new_key_of_slot, open_, jnp.full_like(open_, -1), late)
+        _scatter(new_state, open_, landed_state.astype(jnp.int32), arrived | (waiting & own))
+        _scatter(new_tag, open_, jnp.zeros_like(open_), arrived)
+        _scatter(new_score, open_, landed_score, fresh)
         if not interpret:  # a slot that landed as EMPTY may be given away below: keep the two stores in order
             plgpu.debug_barrier()
 
     def replace(found: Array) -> tuple[Array, Array, Array, Array]:
         # Find a slot for every absent expert, one after another.
-        if engine:
-            current = jnp.where(arrived, jnp.where(late, SlotState.EMPTY, SlotState.COMPUTE), old_state)
-        else:
-            current = _gather(state, slots, inside)
+        current = _gather(state, slots, inside)
         used = inside & (current == SlotState.USED)
         order = jnp.where(used, _gather(score, slots, used), NEVER)
         order = jnp.where(inside & (current == SlotState.EMPTY), FIRST, order)
+        if engine:
+            # What was just stored must not be read back: open slots are EMPTY if their task is over, else protected.
+            def correct(i: Array, order: Array) -> Array:
+                slot = jnp.sum(jnp.where(tasks == i, open_, 0))
+                free = jnp.sum(jnp.where(tasks == i, late.astype(jnp.int32), 0)) > 0
+                return jnp.where(slots == slot, jnp.where(free, FIRST, NEVER), order)
+
+            order = jax.lax.fori_loop(0, open_ref.shape[0], correct, order)
 
         def one(carry: tuple[Array, ...]) -> tuple[Array, ...]:
             lane, count, found, miss_expert, miss_slot, order = carry
@@ -173,7 +183,7 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...],
             # A slot that was hit is protected, but that is looked up only for the one about to be taken.
             protected = exists & (_count(hit & (hit_slot == slot)) > 0)
             if engine:
-                landing = jnp.min(jnp.where(fresh & (slot_key == key), slots, OUTSIDE))
+                landing = jnp.min(jnp.where(fresh & (slot_key == key), open_, OUTSIDE))
                 is_miss = landing == OUTSIDE
             else:
                 landing, is_miss = slot, lane < OUTSIDE  # true; the lowering takes no literals here

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from seqmoe_jax.bench.measure import measure
     from seqmoe_jax.bench.replayed import replay_of
     from seqmoe_jax.compilation import enable_compilation_cache
-    from seqmoe_jax.loading import find_and_load_predictor, load_model, random_model
+    from seqmoe_jax.loading import find_and_load_predictor, load_model, load_predictor, random_model
     from seqmoe_jax.presets import preset_names, preset_path
     from seqmoe_jax.traces.format import read_trace
 
@@ -54,7 +54,11 @@ def run(args: argparse.Namespace) -> int:
         if args.split:
             trace = trace.select(args.split)
         replay = replay_of(trace, model.spec, args.steps * (args.repeats + 1))
-    predictor = find_and_load_predictor(args.predictor, model, trained_on=None if trace is None else trace.model)
+    if args.predictor in ("auto", "none"):
+        trained_on = None if trace is None else trace.model
+        predictor = find_and_load_predictor(args.predictor, model, trained_on=trained_on)
+    else:  # of whatever model the routing is; its sizes are checked where it is used
+        predictor = load_predictor(Path(args.predictor), model.weights.embed)
     settings = settings_of(args.policies, args.residency, args.batch)
     if predictor is None:
         without = [setting.name for setting in settings if setting.predicted]

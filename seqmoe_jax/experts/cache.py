@@ -42,6 +42,7 @@ class Transfers(NamedTuple):
     """What a transfer engine tells the step: see `slot_update`."""
 
     landed: Int32[Array, " S"]
+    open_slots: Int32[Array, " N"]
     progress: Int32[Array, " P"] | None  # None: the engine does not follow the running step
 
 
@@ -93,6 +94,7 @@ def bring_in(
         clock=cache.clock,
         key_score=cache.key_score if config.rule == "scored" else None,
         landed=None if transfers is None else transfers.landed,
+        open_slots=None if transfers is None else transfers.open_slots,
         progress=None if transfers is None else transfers.progress,
         implementation=config.implementation,
     )

@@ -56,7 +56,8 @@ def make_plan(
 
     Returns:
         Tables, the new count of tags, and the open tasks: key (-1: none), confidence in `CONFIDENCE_UNIT`, deadline,
-        slot, tag. The confidence of a task whose expert has become resident otherwise is 0.
+        slot (under key -1 also of a landed expert that waits for its layer), tag. The confidence of a task whose
+        expert has become resident otherwise is 0.
     """
     keys = config.layers * config.experts
     layer = jnp.arange(keys, dtype=jnp.int32) // config.experts
@@ -66,14 +67,13 @@ def make_plan(
     wanted = (tables.slot_of_key < 0) & (layer >= first_layer) & (chance >= config.threshold)
     count = min(config.tasks, keys)
     best, key = lax.top_k(jnp.where(wanted, saving, 0.0), count)
-    room = config.tasks - (tables.state == SlotState.FETCH).sum(dtype=jnp.int32)
+    room = config.tasks - (open_slots(tables, config.tasks) >= 0).sum(dtype=jnp.int32)
     key = jnp.where((best > 0) & (jnp.arange(count) < room), key, -1)
     tags = (next_tag + jnp.arange(count, dtype=jnp.int32)) % LAST_TAG + 1
     tables, _ = reserve(tables, key, tags, worth[jnp.maximum(key, 0)], keep=config.keep)
 
-    (slot,) = jnp.nonzero(tables.state == SlotState.FETCH, size=config.tasks, fill_value=-1)
-    slot = slot.astype(jnp.int32)
-    there = slot >= 0
+    slot = open_slots(tables, config.tasks)
+    there = (slot >= 0) & (tables.state[jnp.maximum(slot, 0)] == SlotState.FETCH)
     key = jnp.where(there, tables.key_of_slot[jnp.maximum(slot, 0)], -1)
     at = jnp.maximum(key, 0)
     resident = tables.slot_of_key[at] >= 0
@@ -82,6 +82,13 @@ def make_plan(
     deadline = base + layer[at] + passed * config.layers
     tag = jnp.where(there, tables.tag[jnp.maximum(slot, 0)], 0)
     return tables, (next_tag + count) % LAST_TAG, jnp.stack([key, confidence, deadline, slot, tag])
+
+
+def open_slots(tables: SlotTables, tasks: int) -> Int32[Array, " N"]:
+    """Slots of open tasks, landed or not, then -1: all that are FETCH or COMPUTE, if they are `tasks` at most."""
+    is_open = (tables.state == SlotState.FETCH) | (tables.state == SlotState.COMPUTE)
+    (slot,) = jnp.nonzero(is_open, size=tasks, fill_value=-1)
+    return slot.astype(jnp.int32)
 
 
 def settle(tables: SlotTables) -> SlotTables:

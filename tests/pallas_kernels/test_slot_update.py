@@ -15,6 +15,7 @@ from lowering import lower_for
 
 from pallas_kernels.slot_update import SlotState, SlotTables, slot_update
 from seqmoe_jax.experts.slots import cancel, check_invariants, empty_tables, reserve
+from seqmoe_jax.prefetch.plan import open_slots
 
 LAYERS, EXPERTS, SLOTS, IDS, TASKS = 3, 6, 8, 5, 4
 KEYS = LAYERS * EXPERTS
@@ -129,6 +130,7 @@ def update(tables, ids, layer, clock, landed, rule, implementation="xla", num_ex
         clock=clock,
         key_score=jnp.asarray(key_score),
         landed=landed,
+        open_slots=None if landed is None else open_slots(tables, landed.shape[0]),
         implementation=implementation,
         interpret=implementation != "xla",
     )
@@ -289,7 +291,7 @@ def test_kernels_equal_the_reference(implementation, rule, engine):
 def at_size(layers, experts, slots, ids, rule, engine, implementation):
     """The function and its arguments' shapes, for lowering."""
 
-    def call(tables, ids, layer, clock, key_score, landed):
+    def call(tables, ids, layer, clock, key_score, landed, tasks=None, progress=None):
         return slot_update(
             tables,
             ids,
@@ -299,6 +301,8 @@ def at_size(layers, experts, slots, ids, rule, engine, implementation):
             clock=clock,
             key_score=key_score,
             landed=landed,
+            open_slots=tasks,
+            progress=progress,
             implementation=implementation,
         )
 
@@ -307,7 +311,8 @@ def at_size(layers, experts, slots, ids, rule, engine, implementation):
 
     keys = layers * experts
     tables = SlotTables(shape(keys), *[shape(slots)] * 4)
-    return call, (tables, shape(ids), shape(), shape(), shape(2, keys), shape(slots) if engine else None)
+    engines = (shape(slots), shape(8)) if engine else (None,)
+    return call, (tables, shape(ids), shape(), shape(), shape(2, keys), *engines)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
