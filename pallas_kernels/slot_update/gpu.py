@@ -169,7 +169,8 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...],
             def correct(i: Array, order: Array) -> Array:
                 slot = jnp.sum(jnp.where(tasks == i, open_, 0))
                 free = jnp.sum(jnp.where(tasks == i, late.astype(jnp.int32), 0)) > 0
-                return jnp.where(slots == slot, jnp.where(free, FIRST, NEVER), order)
+                order = jnp.where(slots == slot, NEVER, order)
+                return jnp.where((slots == slot) & free, FIRST, order)
 
             order = jax.lax.fori_loop(0, open_ref.shape[0], correct, order)
 
