@@ -177,6 +177,7 @@ class TokenEngine:
         threshold: float = THRESHOLD,
         refine: bool = True,
         replay: Replay | None = None,
+        decode_kernels: bool = False,
         announce: Callable[[str], None] = log.info,
     ):
         """`residency` or `device_memory` (bytes) decides the slots; neither means as many as fit.
@@ -185,6 +186,7 @@ class TokenEngine:
         engine that does it (`seqmoe_jax.experts.engines.base.ENGINES`), `scheduler` the rule that orders its tasks,
         `tasks` how many may be open (default: one more than fit into a step), `threshold` the least probability of one.
         `refine` forecasts the running step anew at half of its layers. `replay` forces recorded routing on the model.
+        `decode_kernels`: kernels for attention, routing and projections too, where the experts' are those for GPUs.
         `vocab`: the tokenizer's; ids beyond it are never generated. Default: every row of the output head may be.
         Raises `ResidencyError` or `ConfigError` where that cannot work.
         """
@@ -215,7 +217,8 @@ class TokenEngine:
             managed=not (everything and self.policy == "full"),
             implementation=resolve(implementation),
         )
-        self.kernels = DecodeKernels.of(self.config.implementation)
+        # Opt-in: they agree with XLA, but no decode step with them has been timed on a GPU yet.
+        self.kernels = DecodeKernels.of(self.config.implementation if decode_kernels else "xla")
         if predictor is not None:
             moe = spec.moe
             predictor.config.check(layers=len(spec.moe_layers), experts=moe.experts, active=moe.top_k)

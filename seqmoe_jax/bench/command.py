@@ -20,8 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--split", help="sequences of this split of the trace alone, such as test")
     add("--predictor", default="auto", metavar="auto|DIR|none", help="for policy seqmoe; 'auto': by the trace's model")
     add("--residency", type=float, nargs="+", default=[1.0, 0.45, 0.25])
-    add("--policies", nargs="+", default=["lru", "evict", "seqmoe"], choices=list(VARIANTS), metavar="NAME",
+    add("--policies", nargs="+", default=["lru", "evict", "dma"], choices=list(VARIANTS), metavar="NAME",
         help=f"what to compare: {', '.join(VARIANTS)}")  # fmt: skip
+    add("--decode-kernels", action="store_true", help="kernels for attention, routing and projections too (CUDA)")
     add("--batch", type=int, nargs="+", default=[1])
     add("--steps", type=int, default=512, help="decode steps of each run (default: 512)")
     add("--repeats", type=int, default=3, help="runs after the one that warms up (default: 3)")
@@ -86,7 +87,10 @@ def run(args: argparse.Namespace) -> int:
     full: dict[int, float] = {}
     for setting in settings:
         try:
-            row = measure(model, setting, predictor=predictor, replay=replay, steps=args.steps, repeats=args.repeats)
+            row = measure(
+                model, setting, predictor=predictor, replay=replay, steps=args.steps, repeats=args.repeats,
+                implementation=args.kernels, decode_kernels=args.decode_kernels,
+            )  # fmt: skip
         except Exception as error:  # one setting that fails leaves the others
             row = {"name": setting.name, "residency": setting.residency, "batch": setting.batch, "error": repr(error)}
             say(f"{setting.name:14} {setting.residency:5.2f}  failed: {error!r}"[:400])

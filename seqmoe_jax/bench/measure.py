@@ -18,9 +18,18 @@ PROMPT = 128  # tokens
 
 
 def measure(
-    model: Model, setting: Setting, *, predictor: Predictor | None, replay: Replay | None, steps: int, repeats: int
+    model: Model,
+    setting: Setting,
+    *,
+    predictor: Predictor | None,
+    replay: Replay | None,
+    steps: int,
+    repeats: int,
+    **options: Any,
 ) -> dict[str, Any]:
-    """One row of the table. Times are of the decode phase; the first generation warms programs and cache up."""
+    """One row of the table; `options` are those of `TokenEngine`, for every setting. Times are of the decode phase; the
+    first generation warms programs and cache up.
+    """
     rng = np.random.default_rng(0)
     engine = TokenEngine(
         model,
@@ -30,6 +39,7 @@ def measure(
         context=PROMPT + steps + 1,
         predictor=predictor if setting.predicted else None,
         replay=None if replay is None else jax.device_put(replay, model.weights.embed.device),
+        **options,
         **setting.options,
     )
     runs, tokens, compile_s = [], [], 0.0

@@ -35,7 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         policy="seqmoe", predicted=True, options=dict(transfers="dma", scheduler="promoe", refine=False)
     ),
     "dma-alg1": dict(policy="seqmoe", predicted=True, options=dict(transfers="dma", refine=False)),
-    "seqmoe": dict(policy="seqmoe", predicted=True),
+    "dma": dict(policy="seqmoe", predicted=True, options=dict(transfers="dma")),
 }
 
 

@@ -17,7 +17,7 @@ from seqmoe_jax.prefetch.plan import PlanConfig
 
 EngineName = Literal["auto", "none", "device_put", "callback", "dma"]
 ENGINES: dict[str, str] = {
-    "auto": "the one for this backend: dma on CUDA GPUs, device_put on TPUs, none on CPUs (experts are there already)",
+    "auto": "what measured best so far, which is none: see docs/benchmarks.md",
     "none": "nothing is prefetched; a missing expert is loaded when its layer runs",
     "device_put": "asynchronous jax.device_put into staging arrays; plans are read from the steps' outputs",
     "callback": "the same, plans delivered by a JAX host callback from inside the step",
@@ -95,7 +95,7 @@ def resolve_engine(name: str, backend: str) -> str:
     """What "auto" means on this backend. Raises `ConfigError` for an engine that it does not have."""
     check_engine(name)
     if name == "auto":
-        return {"gpu": "dma", "cpu": "none"}.get(backend, "device_put")
+        return "none"
     if name == "dma" and backend != "gpu":
         raise ConfigError(f"the dma engine needs a CUDA GPU, this is {backend}; use device_put")
     return name
