@@ -8,7 +8,7 @@ The default block shapes, at every shape and batch; a sweep over block shapes; w
 Every configuration is first checked against the reference with fresh random inputs. Timed are many calls chained
 in one jitted computation over different slots of an array far larger than the L2 cache, so that weights come from
 memory. Computations follow each other without a wait and keep their addresses, as decode steps do. Between two
-calls stands a conversion of the result to the dtype of the input, which `glue` (with --breakdown) times alone.
+calls stands a conversion of the result to the dtype of the input, a launch of its own that models do not have.
 Programs are compiled in threads, timed one by one; after `--minutes` what has been measured is written and the
 rest is left out.
 """
@@ -159,8 +159,8 @@ class Case:
 
         return Job(case=self, part="down", config=config, chain=chain, start=self.h, nbytes=self.matrix)
 
-    def glue(self, launches: int) -> Job:
-        """As `all`, with `launches` kernels of one program that do nothing in place of the layer."""
+    def pairs(self, count: int) -> Job:
+        """As `all`, with `count` pairs of a kernel that does nothing and a conversion in place of the layer."""
 
         def nothing(x_ref: Any, y_ref: Any) -> None:
             y_ref[0, 0] = x_ref[0, 0].astype(y_ref.dtype)
@@ -172,12 +172,12 @@ class Case:
         def chain(x: jax.Array, slots: jax.Array, ids: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
             y = x.astype(jnp.float32)
             for _ in ids:
-                for _ in range(launches):
+                for _ in range(count):
                     y = call(x, jnp.float32)
                     x = y.astype(x.dtype)
             return x, y
 
-        return Job(case=self, part=f"glue x{launches}", config=None, chain=chain, start=self.x, nbytes=0)
+        return Job(case=self, part=f"{count} pairs", config=None, chain=chain, start=self.x, nbytes=0)
 
 
 @dataclass(kw_only=True)
@@ -346,28 +346,26 @@ def sweep(case: Case, *, repeats: int, deadline: Deadline) -> list[dict[str, Any
 
 
 def breakdown(case: Case, *, repeats: int, deadline: Deadline) -> list[dict[str, Any]]:
-    """What the default's parts cost alone; `glue xN`: N launches that do nothing, and the conversions between."""
+    """What the default's parts cost alone; what launches that do nothing cost, and a program beside its calls."""
     config = default_config(case.layout, case.per_token)
-    jobs = [case.glue(1), case.glue(2), case.up(config), case.down(config), case.all(config)]
+    jobs = [case.pairs(1), case.pairs(4), case.up(config), case.down(config), case.all(config)]
     results = run_jobs(jobs, case.want, repeats=repeats, deadline=deadline)
     print(*map(describe, results), sep="\n", flush=True)
     return results
 
 
 def defaults(case: Case, *, repeats: int, deadline: Deadline) -> list[dict[str, Any]]:
-    """The default configuration, and plain XLA, which has the conversion between two calls inside a kernel.
-
-    `net_us` is without that conversion, a launch of its own beside our kernels: in a model it is part of what follows.
-    """
+    """The default configuration, and plain XLA. `net_us` is without what a program costs beside its calls."""
     config = default_config(case.layout, case.per_token)
-    jobs = [case.glue(1), case.glue(2), case.all(None, "xla"), case.all(config)]
+    jobs = [case.pairs(1), case.pairs(4), case.all(None, "xla"), case.all(config)]
     if case.batch > 1:
         jobs.append(case.shared(config))
     results = run_jobs(jobs, case.want, repeats=repeats, deadline=deadline)
-    once, twice = (next((r.get("us") for r in results if r["part"] == f"glue x{n}"), None) for n in (1, 2))
+    one, four = (next((r.get("us") for r in results if r["part"] == f"{n} pairs"), None) for n in (1, 4))
     for result in results:
-        if once and twice and result["config"] and "us" in result:
-            result["net_us"] = result["us"] - (2 * once - twice)
+        if one and four and "us" in result and result["part"].startswith("all"):
+            # Pairs cost the same each: what is left at none of them is the program's.
+            result["net_us"] = result["us"] - (4 * one - four) / 3
             result["tb_per_s"] *= result["us"] / result["net_us"]
     print(*map(describe, results), sep="\n", flush=True)
     return results
