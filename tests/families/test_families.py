@@ -80,6 +80,19 @@ def test_tokens_at_full_load_are_those_of_transformers(case):
     assert engine.last_stats.hit_rate == 1
 
 
+@pytest.mark.slow  # programs of another batch
+@pytest.mark.parametrize("case", ["gpt_oss-mxfp4", "mixtral"], indirect=True)
+def test_sequences_of_different_lengths_cross_the_window_together(case):
+    model, reference = case
+    engine = TokenEngine(model, policy="lru", residency=0.8, max_batch=2)
+    tokens = [[], []]
+    for event in engine.run([PROMPT[:7], PROMPT], max_new_tokens=NEW):
+        tokens[event.sequence].append(event.token)
+    assert tokens[1] == reference.tokens[len(PROMPT) :]
+    alone = TokenEngine(model, policy="lru", residency=0.8)
+    assert tokens[0] == [event.token for event in alone.run([PROMPT[:7]], max_new_tokens=NEW)]
+
+
 def test_the_published_layout_of_qwen3_5_gives_the_same_weights(tmp_path, caplog):
     """Text part nested in the config and below `model.language_model`, experts fused, vision and prediction beside."""
     reference = make("qwen3_5_moe_text", tmp_path / "saved")
