@@ -22,8 +22,9 @@ from seqmoe_jax.loading import load_model
 
 
 @partial(jax.jit, static_argnames="config", donate_argnums=(0, 1))
-def step_with_logits(sequences, offload, weights, pools, sampling, end_tokens, *, config):
-    """A decode step that also gives its logits."""
+def step_with_logits(sequences, offload, weights, pools, sampling, end_tokens, *unused, config):
+    """A decode step that also gives its logits. Not used: what engines and predictors need, None here."""
+    assert not any(unused)
     logits, sequences, offload, counts = forward(sequences, offload, weights, pools, config=config)
     sequences, token, end = choose(logits, sequences, sampling, end_tokens, sequences.position + 1, config)
     return sequences, offload, StepOutput.pack(token, end, counts), logits
