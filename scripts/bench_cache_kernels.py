@@ -33,8 +33,12 @@ from pallas_kernels.backend import Implementation, resolve
 from pallas_kernels.miss_load import miss_load
 from pallas_kernels.miss_load.gpu import Config, miss_load_gpu
 from pallas_kernels.slot_update import Rule, SlotState, SlotTables, slot_update
+from seqmoe_jax.prefetch.plan import open_slots
 
 SIZES = {"qwen3-30b-a3b at 45 %": (48, 128, 2765, 8), "gpt-oss-20b at 45 %": (24, 32, 345, 4)}  # L, E, S, K
+
+
+OPEN_TASKS = 8  # slots that an engine's tasks hold
 
 
 def random_tables(rng: np.random.Generator, keys: int, slots: int, engine: bool) -> tuple[SlotTables, Array]:
@@ -58,7 +62,7 @@ def check_slot_update(implementation: Implementation, trials: int) -> int:
         layers, experts, slots, active = list(SIZES.values())[index % len(SIZES)]
         ids_per_call = active if index % 4 < 2 else 64
         rng = np.random.default_rng(index)
-        key_score = jnp.asarray(rng.integers(0, 9, layers * experts), jnp.int32)
+        key_score = jnp.asarray(rng.integers(0, 9, (2, layers * experts)), jnp.int32)
         call = partial(slot_update, num_experts=experts, rule=rule)
         ours, expected = (jax.jit(partial(call, implementation=name)) for name in (implementation, "xla"))
         for trial in range(trials):
@@ -69,6 +73,7 @@ def check_slot_update(implementation: Implementation, trials: int) -> int:
                 "clock": jnp.int32(50),
                 "key_score": key_score,
                 "landed": landed if engine else None,
+                "open_slots": open_slots(tables, slots) if engine else None,
             }
             both = (jax.tree.leaves(f(tables, ids, **extra)) for f in (ours, expected))
             for a, b in zip(*both, strict=True):
@@ -163,10 +168,13 @@ def layer_jobs(implementation: Implementation, block_bytes: int, layers: int) ->
                 state: Any, pool: Array, ids: Any, landed: Any, *, load: bool, update: Any, copy: Any, experts: int
             ) -> Any:
                 tables, cache, clock = state
+                tasks = None if landed is None else jnp.arange(OPEN_TASKS, dtype=jnp.int32)
                 for step in ids:
                     for layer, routed in enumerate(step):
                         first = layer * experts
-                        tables, _, miss, dst, _ = update(tables, routed, first_key=first, clock=clock, landed=landed)
+                        tables, _, miss, dst, _ = update(
+                            tables, routed, first_key=first, clock=clock, landed=landed, open_slots=tasks
+                        )
                         if load:
                             cache = copy(cache, pool, miss, dst)
                     clock = clock + 1

@@ -40,11 +40,11 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.fused_moe import Config, fused_moe, gpu
 from pallas_kernels.fused_moe.config import default_config
-from pallas_kernels.fused_moe.swiglu import hidden_dtype
+from pallas_kernels.fused_moe.swiglu import activate, hidden_dtype, unpack_weight
 from pallas_kernels.grouped_moe import Config as GroupedConfig
 from pallas_kernels.grouped_moe import assign_blocks, grouped_moe
 from pallas_kernels.grouped_moe.config import default_config as default_grouped_config
-from pallas_kernels.layout import FP8, ExpertLayout, swiglu_layout
+from pallas_kernels.layout import FP4, FP8, Activation, ExpertLayout, Field, swiglu_layout
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 # K, H, F, dtype of the experts.
@@ -53,6 +53,7 @@ SHAPES: dict[str, tuple[int, int, int, np.dtype]] = {
     "qwen3-30b-fp8": (8, 2048, 768, FP8),
     "demo": (4, 256, 64, BF16),
     "gpt-oss": (4, 2880, 2880, BF16),
+    "gpt-oss-mxfp4": (4, 2880, 2880, FP4),
 }
 SWEEP = (("qwen3-30b-fp8", 1), ("peer", 1), ("gpt-oss", 1), ("qwen3-30b-fp8", 4))
 CALLS = 12  # chained in one computation, as the layers of a model are; compiling takes as long as there are calls
@@ -60,17 +61,29 @@ IN_FLIGHT = 8  # computations dispatched before one is waited for
 TOLERANCE = 4e-3  # relative norm; bf16 rounding of hidden values that fall the other way
 
 
+def layout_of(name: str) -> ExpertLayout:
+    """Of a shape's experts; those in FP4 are GPT-OSS's, with biases and an activation of their own."""
+    _, hidden, width, dtype = SHAPES[name]
+    if dtype == FP4:
+        activation = Activation(limit=7.0, slope=1.702, shift=1.0)
+        return swiglu_layout(hidden=hidden, width=width, dtype=dtype, activation=activation, bias=BF16)
+    return swiglu_layout(hidden=hidden, width=width, dtype=dtype)
+
+
 def random_slots(layout: ExpertLayout, count: int, seed: int) -> jax.Array:
     """`storage[S, n]` made on the device: a few different experts, repeated over the slots."""
     rng = np.random.default_rng(seed)
 
-    def tensor(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        if dtype == np.float32 and layout.storage == np.uint8:
-            return rng.uniform(0.005, 0.015, shape).astype(np.float32)
-        spread = 3.0 if dtype == FP8 else 0.03
-        return (rng.standard_normal(shape, np.float32) * spread).astype(dtype)
+    def tensor(field: Field) -> np.ndarray:
+        if field.dtype == np.uint8:  # FP4: exponents of 2**-8 to 2**-6, or two numbers
+            low, high = (119, 122) if field.name.endswith("_scale") else (0, 256)
+            return rng.integers(low, high, field.shape, np.uint8)
+        if field.name.endswith("_scale"):
+            return rng.uniform(0.005, 0.015, field.shape).astype(np.float32)
+        spread = 3.0 if field.dtype == FP8 else 0.03
+        return (rng.standard_normal(field.shape, np.float32) * spread).astype(field.dtype)
 
-    experts = [layout.pack({f.name: tensor(f.shape, f.dtype) for f in layout.fields}) for _ in range(min(count, 4))]
+    experts = [layout.pack({f.name: tensor(f) for f in layout.fields}) for _ in range(min(count, 4))]
     some = jnp.asarray(np.stack(experts))
     # One output of the full size, no second copy of it.
     return jax.jit(lambda some: some[jnp.arange(count) % some.shape[0]])(some)
@@ -97,8 +110,8 @@ class Case:
     gigabytes: float
 
     def __post_init__(self) -> None:
-        self.per_token, self.hidden, self.width, dtype = SHAPES[self.name]
-        self.layout = swiglu_layout(hidden=self.hidden, width=self.width, dtype=dtype)
+        self.per_token, self.hidden, self.width, _ = SHAPES[self.name]
+        self.layout = layout_of(self.name)
         self.slots = random_slots(self.layout, slot_count(self.layout, self.gigabytes), seed=self.batch)
         rng = np.random.default_rng(time.time_ns())
         shape, routes = (CALLS, self.batch, self.per_token), CALLS * self.batch * self.per_token
@@ -110,7 +123,11 @@ class Case:
         routes_h = (self.batch * self.per_token, self.width)
         self.h = jnp.asarray(rng.standard_normal(routes_h), hidden_dtype(self.x))
         self.want = references(self)
-        self.matrix = self.batch * self.per_token * self.hidden * self.width * dtype.itemsize
+
+    def nbytes(self, *names: str) -> int:
+        """What the matrices of these names have, with all that goes with them, in the experts of all routes."""
+        fields = [field for field in self.layout.fields if field.name.split("_")[0] in names]
+        return self.batch * self.per_token * sum(field.nbytes for field in fields)
 
     @property
     def row(self) -> dict[str, Any]:
@@ -133,7 +150,9 @@ class Case:
                 x = ys[-1].astype(x.dtype)
             return x, ys[0]
 
-        return Job(case=self, part="all", config=config, chain=chain, start=self.x, nbytes=3 * self.matrix)
+        return Job(
+            case=self, part="all", config=config, chain=chain, start=self.x, nbytes=self.nbytes("gate", "up", "down")
+        )
 
     def up(self, config: Config) -> Job:
         call = jax.jit(partial(gpu.project_up, layout=self.layout, config=config))
@@ -145,7 +164,7 @@ class Case:
                 x = x + hs[-1][:1, :1].astype(x.dtype)
             return x, hs[0]
 
-        return Job(case=self, part="up", config=config, chain=chain, start=self.x, nbytes=2 * self.matrix)
+        return Job(case=self, part="up", config=config, chain=chain, start=self.x, nbytes=self.nbytes("gate", "up"))
 
     def down(self, config: Config) -> Job:
         call = jax.jit(partial(gpu.project_down, batch=self.batch, layout=self.layout, config=config))
@@ -157,7 +176,7 @@ class Case:
                 h = h + ys[-1][:1, :1].astype(h.dtype)
             return h, ys[0]
 
-        return Job(case=self, part="down", config=config, chain=chain, start=self.h, nbytes=self.matrix)
+        return Job(case=self, part="down", config=config, chain=chain, start=self.h, nbytes=self.nbytes("down"))
 
     def pairs(self, count: int) -> Job:
         """As `all`, with `count` pairs of a kernel that does nothing and a conversion in place of the layer."""
@@ -227,11 +246,10 @@ def references(case: Case) -> dict[str, jax.Array]:
 
     @jax.jit
     def up_and_down(x: jax.Array, h: jax.Array, slots: jax.Array) -> dict[str, jax.Array]:
-        from pallas_kernels.fused_moe.swiglu import activate, unpack_weight
-
         def product(name: str, slot: jax.Array, rows: jax.Array) -> jax.Array:
             weight = unpack_weight(slots[slot], layout, name)
-            return jnp.einsum("c,rc->r", rows.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
+            y = jnp.einsum("c,rc->r", rows.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
+            return y + layout.unpack(slots[slot], f"{name}_bias").astype(jnp.float32) if layout.biased else y
 
         def one(route: jax.Array) -> tuple[jax.Array, jax.Array]:
             slot = ids.reshape(-1)[route]
@@ -258,11 +276,11 @@ def pieces(length: int) -> list[int]:
 
 
 def candidates(case: Case) -> Iterator[tuple[str, Config]]:
-    """(part, configuration) of each projection by itself, with 192 to 512 bytes of weights asked for by a thread."""
+    """(part, configuration) of each projection by itself, threads asking for about 100 to 500 bytes of weights."""
     base = default_config(case.layout, case.per_token)
     itemsize = case.layout.dtype.itemsize
     for rows, cols, warps in itertools.product((1, 2, 4, 8), pieces(case.hidden), (1, 2, 4)):
-        if 192 <= per_thread(rows, case.hidden, 2, itemsize, warps) <= 512:
+        if 160 <= per_thread(rows, case.hidden, 2, itemsize, warps) <= 512:
             yield "up", dataclasses.replace(base, up_rows=rows, up_cols=cols, up_warps=warps)
     routes = pl.next_power_of_2(case.per_token)
     for rows, cols, warps in itertools.product((1, 2, 4, 8, 16), pieces(case.width)[:2], (2, 4, 8)):
@@ -386,8 +404,8 @@ def grouped_configs(layout: ExpertLayout) -> Iterator[GroupedConfig]:
 def bench_prefill(
     name: str, *, tokens: int, rows: int, experts: int, repeats: int, sweep: bool
 ) -> Iterator[dict[str, Any]]:
-    per_token, hidden, width, dtype = SHAPES[name]
-    layout = swiglu_layout(hidden=hidden, width=width, dtype=dtype)
+    per_token, hidden, width, _ = SHAPES[name]
+    layout = layout_of(name)
     slots = random_slots(layout, experts, seed=tokens)
     rng = np.random.default_rng(time.time_ns())
     ids = jnp.asarray(np.stack([rng.permutation(experts)[:per_token] for _ in range(tokens)]), jnp.int32)
@@ -450,7 +468,7 @@ def describe(result: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write all results as JSON")
-    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=["peer", "qwen3-30b-fp8", "gpt-oss", "demo"])
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=[*SHAPES])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--gigabytes", type=float, default=2.1, help="size of the slot array")
     parser.add_argument("--repeats", type=int, default=15)

@@ -43,17 +43,15 @@ from seqmoe_jax.traces.format import Trace, read_trace
 
 # One change at a time, kept where validation gains from it; the order is that of expected gain.
 CHANGES: list[dict[str, float]] = [
-    {"dropout": 0.25},
-    {"weight_decay": 1.0},
-    {"updates": 1.6},
-    {"learning_rate": 0.5},
+    {"weight_decay": 2.0},
+    {"updates": 1.5},
     {"layer": 0.15, "feature": 0.15},
+    {"learning_rate": 1.5},
+    {"dropout": 0.25},
     {"unseen": 0.2},
     {"echo": 0.25},
     {"ranking": 0.0},
-    {"learning_rate": 2.0},
     {"flatten": 0.0},
-    {"dropout": 0.35},
     {"membership": 1.0},
 ]
 RELATIVE = ("updates", "learning_rate")
@@ -228,7 +226,7 @@ def load_data(trace: Trace, args: argparse.Namespace, session: Session) -> Train
         data[split + "-shuffled"] = prepare(shuffle_steps(held[split]), config, tokens)
     gpu = jax.default_backend() != "cpu"
     plan = Plan(batch=16, window=512, every=100, bfloat16=gpu)
-    recipe = Recipe(updates=500)
+    recipe = Recipe(updates=800)
     if args.smoke:
         plan, recipe = plan._replace(batch=2, window=64, every=4, warmup=2), recipe._replace(updates=4)
     session.log(f"data ready: {whole.steps} steps, {config.token_rows} token rows, {jax.devices()[0].device_kind}")
@@ -293,8 +291,7 @@ def run(args: argparse.Namespace) -> int:
         weights = weights_of(trainer.config, jax.tree.map(jnp.asarray, base))
         source = blank(whole, token=token, echo=token)
         kept[name] = trainer.train(name, source, weights=weights, **options).params
-        if kept.get("cost", 0.0) <= 0.003:
-            trainer.keep(stem, name, kept[name])
+        # Evaluated, not kept: the runtime reads one-step forecasts, which it makes a little worse.
         trainer.judge(name, kept[name], token=token, echo=token)
 
     def latency() -> None:
@@ -310,20 +307,20 @@ def run(args: argparse.Namespace) -> int:
 
     session.attempt("sweep", sweep)
     both, routing = {"token": True, "echo": True}, {"token": False, "echo": False}
-    session.attempt("token seed 0", lambda: final("token seed 0", "token", 0, **both))
-    session.attempt("activations seed 0", lambda: final("activations seed 0", "activations", 0, **routing))
-    session.attempt("baselines", simple)
-    session.attempt("token seed 1", lambda: final("token seed 1", "token", 1, **both))
-    session.attempt("token seed 2", lambda: final("token seed 2", "token", 2, **both))
+    for seed in range(3):
+        name = f"token seed {seed}"
+        session.attempt(name, functools.partial(final, name, "token", seed, **both))
     session.attempt("token distilled", lambda: distil("token", token=True))
     session.attempt("token scheduled", lambda: scheduled("token", token=True))
-    session.attempt("shuffled control", lambda: final("shuffled control", None, 0, control=True, **routing))
-    session.attempt("without echo", lambda: final("token without echo", None, 0, token=True, echo=False))
-    session.attempt("activations seed 1", lambda: final("activations seed 1", "activations", 1, **routing))
-    session.attempt("activations seed 2", lambda: final("activations seed 2", "activations", 2, **routing))
+    for seed in range(3):
+        name = f"activations seed {seed}"
+        session.attempt(name, functools.partial(final, name, "activations", seed, **routing))
     session.attempt("activations distilled", lambda: distil("activations", token=False))
+    session.attempt("latency", latency)
     session.attempt("activations scheduled", lambda: scheduled("activations", token=False))
-    session.attempt("latency", latency, until=0.97)
+    session.attempt("without echo", lambda: final("token without echo", None, 0, token=True, echo=False))
+    session.attempt("shuffled control", lambda: final("shuffled control", None, 0, control=True, **routing))
+    session.attempt("baselines", simple)
     results["seconds"] = round(session.spent(), 1)
     session.write()
     for split in trainer.splits:

@@ -15,7 +15,7 @@ from seqmoe_jax.engine import Stats, TokenEngine
 from seqmoe_jax.errors import ConfigError, PromptError
 from seqmoe_jax.experts.policy import Policy
 from seqmoe_jax.generation import Request, Run
-from seqmoe_jax.loading import load_model, random_model
+from seqmoe_jax.loading import find_and_load_predictor, load_model, random_model
 from seqmoe_jax.planning import Residency, parse_bytes
 from seqmoe_jax.presets import preset_path
 from seqmoe_jax.sampling import SamplingConfig
@@ -214,6 +214,8 @@ def load(
     residency: Residency | None = None,
     device_memory: str | int | None = None,
     policy: Policy | str = "seqmoe",
+    predictor: str | Path = "auto",
+    transfers: str = "auto",
     max_batch: int = 1,
     context: int | None = None,
     dtype: str | None = None,
@@ -228,6 +230,10 @@ def load(
       residency: share of the experts that have a slot, in (0, 1], or `"least"`. Default: as many as fit.
       device_memory: instead of a residency, a budget for weights, slots, KV and workspace: `"12GiB"` or bytes.
       policy: which expert leaves when a missing one needs its slot; see `seqmoe_jax.experts.policy`.
+      predictor: what policy seqmoe forecasts by: "auto" (the one that ships for this model, else the past alone), a
+        directory that `seqmoe train-predictor` wrote, or "none".
+      transfers: the engine that moves experts ahead of their use, where there is a predictor: "auto" (what measured
+        best so far: none), or one of `seqmoe_jax.experts.engines.base.ENGINES`.
       max_batch: most sequences decoded together, 1 to 8. Each adds K experts to the least number of slots.
       context: longest prompt + new tokens; memory is planned for it. Default: 4096, or what the model was made for
         if that is less.
@@ -235,7 +241,7 @@ def load(
       kernels: "xla", "gpu" or "tpu". Default: the best that this backend has (`seqmoe doctor` shows it).
       progress: bars and messages on standard error. Default: if that is a terminal.
 
-    Raises `CheckpointError`, `ConfigError` or `ResidencyError`, each in one line that says what to do.
+    Raises `CheckpointError`, `ConfigError`, `PredictorError` or `ResidencyError`, in one line that says what to do.
     """
     enable_compilation_cache()
     shown = sys.stderr.isatty() if progress is None else progress
@@ -261,6 +267,8 @@ def load(
         context=context,
         vocab=tokenizer.vocab,
         implementation=kernels,
+        predictor=find_and_load_predictor(predictor, loaded) if policy == "seqmoe" else None,
+        transfers=transfers,
         **({"announce": _say} if shown else {}),
     )
     return Engine(engine, tokenizer, ends, chat=chat, defaults=defaults)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from seqmoe_jax.bench import command as benchmark
 from seqmoe_jax.errors import ConfigError, SeqMoEError
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(commands.add_parser("serve", help="an OpenAI-compatible HTTP server"))
     _add_plan(commands.add_parser("plan", help="will a model fit, at which residency, what it needs"))
     _add_trace_commands(commands)
+    bench = commands.add_parser("bench", help="measured speed and where the time goes, with routing from a trace")
+    benchmark.add_arguments(bench)
+    bench.set_defaults(run=benchmark.run)
     doctor = commands.add_parser("doctor", help="what this machine has: backend, memories, link bandwidth, kernels")
     doctor.add_argument("--json", action="store_true", help="machine-readable output")
     doctor.set_defaults(run=_doctor)
@@ -124,6 +128,8 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", nargs="?", default="demo", help="directory, Hugging Face id, 'demo' (default), or a preset")
     _add_size(parser)
     add("--policy", default="seqmoe", help="seqmoe (default), lru, lfu, prefill-hot or full")
+    add("--predictor", default="auto", metavar="auto|DIR|none", help="what policy seqmoe forecasts by (default: auto)")
+    add("--transfers", default="auto", metavar="ENGINE", help="auto (default), none, device_put, callback or dma")
     add("--context", type=int, metavar="N", help="longest prompt + new tokens (default: 4096, at most the model's)")
     add("--dtype", help="of activations: float32 or bfloat16")
     add("--kernels", choices=["xla", "gpu", "tpu"], help="default: the best this backend has")
@@ -138,6 +144,8 @@ def load_engine(args: argparse.Namespace, *, max_batch: int, progress: bool | No
         residency=args.residency,
         device_memory=args.device_memory,
         policy=args.policy,
+        predictor=args.predictor,
+        transfers=args.transfers,
         max_batch=max_batch,
         context=args.context,
         dtype=args.dtype,

@@ -8,19 +8,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
-from seqmoe_jax.experts.cache import CacheConfig, SlotCache, all_hits, moe_decode, rescore
-from seqmoe_jax.forecast import history
+from pallas_kernels.miss_load import miss_load
+from pallas_kernels.post import post
+from seqmoe_jax.experts.cache import CacheConfig, SlotCache, Transfers, all_hits, moe_decode, rescore
+from seqmoe_jax.experts.engines.channels import deliver
+from seqmoe_jax.experts.link import Link
+from seqmoe_jax.experts.slots import SlotState
+from seqmoe_jax.forecast import forecaster, history
+from seqmoe_jax.forecast.config import PredictorConfig
+from seqmoe_jax.forecast.forecaster import Forecast
 from seqmoe_jax.models import block, fused
+from seqmoe_jax.models.layers import mask_inactive
 from seqmoe_jax.models.mixers import State
 from seqmoe_jax.models.spec import ModelSpec, MoESpec
 from seqmoe_jax.models.weights import ModelWeights
+from seqmoe_jax.prefetch.plan import SLOT, PlanConfig, make_plan, open_slots
 from seqmoe_jax.sampling import SamplingParams, greedy, mask_padding, sample
 
 RUNNING, STOPPED, EXHAUSTED = range(3)  # what a step says of a sequence: goes on, end token, length reached
@@ -45,10 +55,21 @@ def empty_sequences(*, spec: ModelSpec, batch: int, capacity: int, dtype: np.dty
 
 
 class Offload(NamedTuple):
-    """Device state of the offloading that outlives a request; donated to every step."""
+    """Device state of the offloading that outlives a step; donated to every step."""
 
     cache: SlotCache
-    retention: Float32[Array, " keys"]
+    forecast: Forecast
+    predictor: dict[str, Any] | None  # recurrent state; made anew for every request
+    tags: Int32[Array, ""]  # tags given to tasks so far
+    steps: Int32[Array, ""]  # decode steps run so far
+
+
+class Replay(NamedTuple):
+    """Routing of a recorded run that is forced upon the model, step after step, in a circle; for benchmarks alone."""
+
+    ids: Int32[Array, "T L K"]
+    weights: Float32[Array, "T L K"]
+    tokens: Int32[Array, " T"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +82,25 @@ class StepConfig:
     greedy: bool
     vocab: int  # of the tokenizer; the output head may have more rows, which must never be drawn
     kernels: fused.DecodeKernels = fused.PLAIN  # beside the experts'
+    predictor: PredictorConfig | None = None
+    trigger: int | None = None  # MoE layer before which the running step is forecast anew
+    plan: PlanConfig | None = None  # None: nothing is prefetched
+    ahead: int = 1  # plans are for the step so many steps on
+    channel: int | None = None  # of the engine that a host callback hands the plans to
+
+    @property
+    def plans(self) -> int:
+        """Plans that a step makes."""
+        return 0 if self.plan is None else 1 if self.trigger is None or self.ahead > 1 else 2
 
 
 class StepOutput(NamedTuple):
-    """What the host reads of a step, one small array: tokens [B], ends [B], counts (routed, hits, misses)."""
+    """What the host reads of a step: one small array of tokens [B], ends [B] and counts (routed, hits, misses); the
+    plans; and the position from which on they were made."""
 
     packed: Int32[Array, " 2B+3"]
+    tasks: Int32[Array, "P 5 N"] | None = None
+    clock: Int32[Array, ""] | None = None
 
     @classmethod
     def pack(cls, token: Int[Array, " B"], end: Int[Array, " B"], counts: Int[Array, " 3"]) -> StepOutput:
@@ -94,6 +128,30 @@ def choose(
     return sequences._replace(token=token, position=position, remaining=remaining, done=done), token, end
 
 
+class _Planner:
+    """Makes the plans of one step while it is traced, and tells whoever listens."""
+
+    def __init__(self, config: StepConfig, link: Link | None, tags: Int32[Array, ""]):
+        self.config, self.link, self.tags = config, link, tags
+        self.tasks: list[Int32[Array, "5 N"]] = []
+        self.open_slots: Int32[Array, " N"] | None = None
+
+    def plan(self, cache: SlotCache, probability: Array, base: Array, first_layer: int) -> SlotCache:
+        if self.config.plan is None or self.link is None:
+            return cache
+        with jax.named_scope("plan"):
+            tables, tags, tasks = make_plan(
+                cache.tables, probability, cache.key_score[0], base, self.tags, self.link.transfer_layers,
+                first_layer=first_layer, config=self.config.plan,
+            )  # fmt: skip
+            if self.link.board is not None:
+                tags = tags + post(self.link.board, tags, jnp.concatenate([base.reshape(1), tasks.reshape(-1)]))
+            self.tags = tags
+            self.tasks.append(tasks)
+            self.open_slots = tasks[SLOT]
+        return cache._replace(tables=tables)
+
+
 def forward(
     sequences: Sequences,
     offload: Offload,
@@ -102,42 +160,106 @@ def forward(
     *,
     config: StepConfig,
 ) -> tuple[Float32[Array, "B V"], Sequences, Offload, Int32[Array, " 3"]]:
-    """One token of every sequence through all layers. Returns logits, states, and the counts (routed, hits, misses)."""
+    """One token of every sequence through all layers, nothing sampled. Returns logits, states, and the counts (routed,
+    hits, misses)."""
+    return _layers(sequences, offload, weights, pools, config=config)[:4]
+
+
+def _layers(
+    sequences: Sequences,
+    offload: Offload,
+    weights: ModelWeights,
+    pools: tuple[Shaped[Array, "E n"], ...],
+    *,
+    config: StepConfig,
+    link: Link | None = None,
+    predictor: dict[str, Any] | None = None,
+    replay: Replay | None = None,
+) -> tuple[Float32[Array, "B V"], Sequences, Offload, Int32[Array, " 3"], Float32[Array, "B keys"], _Planner]:
+    """`forward` that plans transfers, and also returns the routing as the predictor reads it, and the planner."""
     spec, cache = config.spec, offload.cache
+    layers, experts = config.cache.layers, config.cache.experts
     if config.forecast:
-        # What a newcomer is worth follows from the retention. Kept in the state it would have to be copied: it is
-        # read in every layer and replaced at the end.
-        cache = cache._replace(key_score=history.scores(offload.retention))
-    positions, active = sequences.position[:, None], ~sequences.done
+        # Computed, not kept in the state: there it would have to be copied, being read in every layer and replaced.
+        cache = cache._replace(key_score=forecaster.worth(offload.forecast))
+    transfers, blocks = _receive(cache, link, config.cache, config.plan)
+    cache = cache._replace(blocks=blocks)
+    planner = _Planner(config, link, offload.tags)
+    base = cache.clock
+    active = ~sequences.done
+    positions = sequences.position[:, None]
     x = block.embed(sequences.token[:, None], weights.embed, spec)
     states, routing = list(sequences.states), list[Int[Array, "B K"]]()
     counts: list[Int32[Array, " 3"]] = []
+    shares: list[Float[Array, "B K"]] = []
+
+    def known() -> Float32[Array, "B keys"]:
+        return forecaster.features(jnp.stack(routing), jnp.stack(shares), layers=layers, experts=experts)
+
     for index, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
         with jax.named_scope(f"layer{index}/mixer"):
             x, states[index] = fused.mix(x, states[index], positions, active, w, layer, config.kernels)
         if not isinstance(layer.mlp, MoESpec):
             x = block.dense(x, w, layer)
         else:
+            moe_index = len(routing)
+            if config.predictor is not None and moe_index == config.trigger:
+                with jax.named_scope("refine"):
+                    again = forecaster.refine(config.predictor, predictor, offload.predictor, known(), active)
+                    forecast = offload.forecast.at[0, moe_index * experts :].set(
+                        again.reshape(-1)[moe_index * experts :]
+                    )
+                    cache = rescore(cache, forecaster.worth(forecast), moe_index * experts)
+                    if config.plans == 2:
+                        cache = planner.plan(cache, again, base, moe_index)
+                        if transfers is not None:
+                            transfers = transfers._replace(open_slots=planner.open_slots)
             with jax.named_scope(f"layer{index}/moe"):
                 normed, mixing, ids, expert_weights = fused.route(x, sequences.token, active, w, layer, config.kernels)
-                pool = pools[len(routing)]
-                y, cache, new = moe_decode(normed, ids, expert_weights, cache, pool, len(routing), config.cache)
+                if replay is not None:
+                    row = offload.steps % replay.ids.shape[0]
+                    # Depends on the model's own routing, so that the work of the router is done and timed.
+                    ids = mask_inactive(jnp.where(ids < experts, replay.ids[row, moe_index], ids), active)
+                    expert_weights = jnp.broadcast_to(replay.weights[row, moe_index], ids.shape)
+                pool = pools[moe_index]
+                y, cache, new = moe_decode(normed, ids, expert_weights, cache, pool, moe_index, config.cache, transfers)
                 routing.append(ids)
+                shares.append(expert_weights)
                 counts.append(new)
                 x = block.moe_output(x, normed, mixing, y, w, layer)
         # Without this XLA recomputes sums of earlier layers inside later fusions, and compiling takes time that
         # is exponential in the number of layers (ten layers at batch 4 for a GPU: over 280 s, against 18 s).
         x = jax.lax.optimization_barrier(x)
-    retention = offload.retention
-    if config.forecast:
+    forecast = offload.forecast
+    if config.forecast and config.predictor is None:
         with jax.named_scope("forecast"):
-            retention = history.observe(retention, jnp.stack(routing), config.cache.experts)
-            cache = rescore(cache, history.scores(retention))._replace(key_score=offload.cache.key_score)
+            forecast = forecaster.from_history(history.observe(forecast[1], jnp.stack(routing), experts))
     # At once for all layers: a few small kernels instead of a few per layer.
     total = jnp.stack(counts).sum(axis=0) if config.cache.managed else all_hits(jnp.stack(routing), config.cache)
     with jax.named_scope("head"):
         logits = fused.logits_of(x[:, 0], weights, spec, config.kernels)
-    return logits, sequences._replace(states=tuple(states)), Offload(cache, retention), total
+    offload = offload._replace(cache=cache, forecast=forecast, steps=offload.steps + 1)
+    return logits, sequences._replace(states=tuple(states)), offload, total, known(), planner
+
+
+def _receive(
+    cache: SlotCache, link: Link | None, config: CacheConfig, plan: PlanConfig | None
+) -> tuple[Transfers | None, Shaped[Array, "rows n"]]:
+    """What `slot_update` needs to know of the engine; blocks with the arrivals copied in."""
+    if link is None or plan is None:
+        return None, cache.blocks
+    open_ = open_slots(cache.tables, plan.tasks)
+    if link.landed is not None:
+        return Transfers(link.landed, open_, link.progress), cache.blocks
+    assert link.arrivals is not None
+    slot, tag, blocks = link.arrivals.slot, link.arrivals.tag, cache.blocks
+    at = jnp.maximum(slot, 0)
+    expected = (cache.tables.state[at] == SlotState.FETCH) & (cache.tables.tag[at] == tag) & (tag > 0)
+    for index, arrived in enumerate(link.arrivals.blocks):
+        target = jnp.where(expected[index], slot[index], -1).reshape(1)
+        blocks = miss_load(blocks, arrived[None], jnp.zeros(1, jnp.int32), target, implementation=config.implementation)
+    landed = jnp.zeros_like(cache.tables.tag).at[jnp.where(tag != 0, slot, config.slots)].set(tag, mode="drop")
+    return Transfers(landed, open_, None), blocks
 
 
 def step(
@@ -147,14 +269,42 @@ def step(
     pools: tuple[Shaped[Array, "E n"], ...],
     sampling: SamplingParams,
     end_tokens: Int[Array, " N"],
+    link: Link | None = None,
+    predictor: dict[str, Any] | None = None,
+    replay: Replay | None = None,
     *,
     config: StepConfig,
 ) -> tuple[Sequences, Offload, StepOutput]:
-    """Processes one token of every sequence and samples the next one."""
-    logits, sequences, offload, counts = forward(sequences, offload, weights, pools, config=config)
+    """Processes one token of every sequence, samples the next one, forecasts the coming step and plans transfers."""
+    key_score = offload.cache.key_score  # passes through as it came: see `forward`
+    logits, sequences, offload, counts, routing, planner = _layers(
+        sequences, offload, weights, pools, config=config, link=link, predictor=predictor, replay=replay
+    )
     with jax.named_scope("sample"):
         sequences, token, end = choose(logits, sequences, sampling, end_tokens, sequences.position + 1, config)
-    return sequences, offload, StepOutput.pack(token, end, counts)
+    output = StepOutput.pack(token, end, counts)
+    if not config.forecast:
+        return sequences, offload, output
+    forecast, cache = offload.forecast, offload.cache
+    probability = None
+    if config.predictor is not None:
+        with jax.named_scope("forecast"):
+            coming = sequences.token
+            if replay is not None:
+                coming = jnp.broadcast_to(replay.tokens[offload.steps % replay.tokens.shape[0]], coming.shape)
+            state, forecast, probability = forecaster.foresee(
+                config.predictor, predictor, offload.predictor, routing, coming, ~sequences.done, ahead=config.ahead
+            )
+            offload = offload._replace(predictor=state, forecast=forecast)
+    cache = rescore(cache, forecaster.worth(forecast))
+    if probability is not None:
+        cache = planner.plan(cache, probability, cache.clock + (config.ahead - 1) * config.cache.layers, 0)
+        if planner.tasks:
+            output = output._replace(tasks=jnp.stack(planner.tasks), clock=cache.clock)
+            if config.channel is not None:
+                io_callback(partial(deliver, config.channel), None, output.tasks, output.clock)
+    cache = cache._replace(key_score=key_score)
+    return sequences, offload._replace(cache=cache, tags=planner.tags), output
 
 
 jitted_step = partial(jax.jit, static_argnames="config", donate_argnums=(0, 1))(step)

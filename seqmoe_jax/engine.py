@@ -6,6 +6,7 @@ All device state lives here; the programs are pure and live in `decode` and `pre
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -19,8 +20,17 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32, Shaped
 
 from pallas_kernels.backend import Implementation, resolve
-from seqmoe_jax.decode import RUNNING, Offload, Sequences, StepConfig, StepOutput, empty_sequences, jitted_step
-from seqmoe_jax.errors import PromptError, ResidencyError
+from seqmoe_jax.decode import (
+    RUNNING,
+    Offload,
+    Replay,
+    Sequences,
+    StepConfig,
+    StepOutput,
+    empty_sequences,
+    jitted_step,
+)
+from seqmoe_jax.errors import ConfigError, PromptError, ResidencyError
 from seqmoe_jax.experts.cache import (
     HITS,
     MISSES,
@@ -31,17 +41,30 @@ from seqmoe_jax.experts.cache import (
     keep,
     rescore,
 )
+from seqmoe_jax.experts.engines import make_engine
+from seqmoe_jax.experts.engines.base import (
+    EngineConfig,
+    Moved,
+    TransferEngine,
+    check_engine,
+    resolve_engine,
+    typical_transfer_cost,
+)
 from seqmoe_jax.experts.policy import Policy, check_policy, rule_of
-from seqmoe_jax.forecast import history
+from seqmoe_jax.forecast import forecaster, history, plain
+from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.models.fused import DecodeKernels, unfit
 from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.models.weights import ModelWeights
 from seqmoe_jax.planning import DEFAULT_CONTEXT, MAX_BATCH, Plan, Residency, kv_capacity, least_slots, make_plan
+from seqmoe_jax.prefetch.plan import PlanConfig, settle_jit
 from seqmoe_jax.prefill import Routing, bucket, chunk_length, embed_chunk, first_token, keep_last, layer_chunk
 from seqmoe_jax.sampling import SamplingConfig, SamplingParams
 
 log = logging.getLogger("seqmoe_jax")
 
+TASKS = (3, 16)  # prefetch tasks open at a time, at least and at most; each takes a slot from the cache
+THRESHOLD = 0.2  # least probability of a task; chosen in simulation (`traces.settings`)
 RUN_AHEAD = 4  # steps dispatched before the oldest one's tokens are read; hides the host from the device
 
 
@@ -53,6 +76,19 @@ class Model:
     weights: ModelWeights
     pools: tuple[Shaped[Array, "E n"], ...]
     name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictor:
+    """A predictor in memory: its configuration and its weights as a plain pytree."""
+
+    config: PredictorConfig
+    weights: dict[str, Any]
+    name: str
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.weights))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +105,11 @@ class Stats:
     """What a generation did. Rates are of the decode phase; counts and bytes are of the whole call, prefill included.
 
     `hit_rate`: distinct experts found resident / distinct experts routed, over layers and decode steps.
-    `forecast`: what policy seqmoe scores experts by ("history": discounted frequency of use), "none" for the others.
+    `experts_awaited`: of those not resident, the ones whose prefetch was under way and was waited for.
+    `experts_loaded`: loaded on demand. `experts_prefetched`: landed ahead of their use, used or not.
+    `bytes_moved`: all of these, and the parts of transfers that were given up. `..._decoding`: without the prompt's.
+    `forecast`: what policy seqmoe scores experts by: a predictor's name, "history" (discounted frequency of use), or
+    "none" for other policies. `transfers`: the engine that prefetches, or "none".
     """
 
     prompt_tokens: int = 0
@@ -81,11 +121,16 @@ class Stats:
     prefill_hit_rate: float = 0.0
     experts_routed: int = 0
     experts_loaded: int = 0
+    experts_awaited: int = 0
+    experts_prefetched: int = 0
+    experts_loaded_decoding: int = 0
     bytes_moved: int = 0
+    bytes_moved_decoding: int = 0
     residency: float = 0.0
     slots: int = 0
     policy: str = ""
     forecast: str = "none"
+    transfers: str = "none"
     backend: str = ""
     kernels: str = ""
 
@@ -125,10 +170,23 @@ class TokenEngine:
         context: int | None = None,
         vocab: int | None = None,
         implementation: Implementation | None = None,
+        predictor: Predictor | None = None,
+        transfers: str = "auto",
+        scheduler: str = "seqmoe",
+        tasks: int | None = None,
+        threshold: float = THRESHOLD,
+        refine: bool = True,
+        replay: Replay | None = None,
+        decode_kernels: bool = False,
         announce: Callable[[str], None] = log.info,
     ):
         """`residency` or `device_memory` (bytes) decides the slots; neither means as many as fit.
 
+        `predictor` is what policy seqmoe forecasts by, and what makes prefetching possible: `transfers` names the
+        engine that does it (`seqmoe_jax.experts.engines.base.ENGINES`), `scheduler` the rule that orders its tasks,
+        `tasks` how many may be open (default: one more than fit into a step), `threshold` the least probability of one.
+        `refine` forecasts the running step anew at half of its layers. `replay` forces recorded routing on the model.
+        `decode_kernels`: kernels for attention, routing and projections too, where the experts' are those for GPUs.
         `vocab`: the tokenizer's; ids beyond it are never generated. Default: every row of the output head may be.
         Raises `ResidencyError` or `ConfigError` where that cannot work.
         """
@@ -146,6 +204,7 @@ class TokenEngine:
             context=self.context,
             activation_dtype=self.dtype,
             implementation=resolve(implementation),
+            forecast=0 if predictor is None else predictor.nbytes,
         )
         self.max_batch, self.vocab = max_batch, min(vocab or spec.vocab, spec.vocab)
         everything = self.plan.slots == spec.num_keys
@@ -158,16 +217,66 @@ class TokenEngine:
             managed=not (everything and self.policy == "full"),
             implementation=resolve(implementation),
         )
-        self.kernels = DecodeKernels.of(self.config.implementation)
+        # Opt-in: they agree with XLA, but no decode step with them has been timed on a GPU yet.
+        self.kernels = DecodeKernels.of(self.config.implementation if decode_kernels else "xla")
+        if predictor is not None:
+            moe = spec.moe
+            predictor.config.check(layers=len(spec.moe_layers), experts=moe.experts, active=moe.top_k)
+        self.predictor = predictor if self.policy == "seqmoe" and not everything else None
+        self.replay = replay
+        self._refine = refine
+        self._plan_config, self._transfers = self._make_transfers(transfers, scheduler, tasks, threshold)
         self._programs: dict[Any, Any] = {}
         self._compile_s = 0.0
         self._lock = threading.Lock()
         self.last_stats = Stats()
         self._offload = self._new_offload()
-        log.info("%s: policy %s, %d of %d experts have a slot, kernels %s; %s", model.name, self.policy,
-                 self.plan.slots, spec.num_keys, self.config.implementation, self.plan.describe())  # fmt: skip
+        log.info("%s: policy %s, forecast %s, transfers %s, %d of %d experts have a slot, kernels %s; %s", model.name,
+                 self.policy, self.forecast_name, self.transfers_name, self.plan.slots, spec.num_keys,
+                 self.config.implementation, self.plan.describe())  # fmt: skip
         for reason in unfit(spec, self.kernels):
             log.info("%s: plain XLA for %s", model.name, reason)
+
+    @property
+    def forecast_name(self) -> str:
+        if self.policy != "seqmoe":
+            return "none"
+        return "history" if self.predictor is None else self.predictor.name
+
+    @property
+    def transfers_name(self) -> str:
+        return "none" if self._transfers is None else self._transfers.name
+
+    def close(self) -> None:
+        """Ends the engine's thread, if it has one. The engine is of no use afterwards."""
+        if self._transfers is not None:
+            self._transfers.close()
+            self._transfers = None
+
+    def _make_transfers(
+        self, name: str, scheduler: str, tasks: int | None, threshold: float
+    ) -> tuple[PlanConfig | None, TransferEngine | None]:
+        """The planning and the engine that this model, policy and backend allow."""
+        check_engine(name)
+        if self.predictor is None:
+            if name not in ("auto", "none") and self.plan.slots < self.model.spec.num_keys:
+                raise ConfigError(f"transfers {name!r} need policy seqmoe and a predictor; load with predictor=...")
+            return None, None
+        name = resolve_engine(name, jax.default_backend())
+        if name == "none":
+            return None, None
+        active = self.model.spec.moe.top_k
+        if tasks is None:
+            fit = self.config.layers / typical_transfer_cost(self.config.layout.block_bytes)
+            tasks = min(max(math.ceil(fit) + 1, TASKS[0]), TASKS[1])
+        plan = PlanConfig(
+            layers=self.config.layers, experts=self.config.experts, tasks=tasks, threshold=threshold,
+            keep=min(2 * active * self.max_batch, self.config.experts),
+        )  # fmt: skip
+        config = EngineConfig(
+            plan=plan, expert_bytes=self.config.layout.block_bytes, slots=self.plan.slots, scheduler=scheduler
+        )
+        return plan, make_engine(name, self.model.pools, self.device, config)
 
     def run(
         self,
@@ -225,7 +334,13 @@ class TokenEngine:
     def _new_offload(self) -> Offload:
         """An empty cache, or one that holds what its policy keeps from the start."""
         spec = self.model.spec
-        state = Offload(empty_cache(self.config), jnp.zeros(spec.num_keys, jnp.float32))
+        state = Offload(
+            cache=empty_cache(self.config),
+            forecast=jnp.zeros((2, spec.num_keys), jnp.float32),
+            predictor=None,
+            tags=jnp.zeros((), jnp.int32),
+            steps=jnp.zeros((), jnp.int32),
+        )
         self._offload = jax.device_put(state, self.device)
         if self.plan.slots == spec.num_keys:
             self._keep(np.ones(spec.num_keys, bool))
@@ -270,30 +385,33 @@ class TokenEngine:
         batch = 1 << (count - 1).bit_length()  # few batch sizes are compiled; the rest is padding that is done already
         params = jax.device_put(SamplingParams.of(sampling, batch), self.device)
         ends = jax.device_put(np.array(list(end_tokens) or [-1], np.int32), self.device)
-        config = StepConfig(
-            spec=self.model.spec,
-            cache=self.config,
-            forecast=self.policy == "seqmoe",
-            greedy=sampling[0].greedy,
-            vocab=self.vocab,
-            kernels=self.kernels,
-        )
+        config = self._step_config(sampling[0].greedy)
+        self._begin(batch)
         prefill, decode = _Counts(), _Counts()
         stats = self.last_stats = Stats(
             prompt_tokens=sum(map(len, prompts)),
             residency=self.plan.residency,
             slots=self.plan.slots,
             policy=self.policy,
-            forecast="history" if config.forecast else "none",
+            forecast=self.forecast_name,
+            transfers=self.transfers_name,
             backend=jax.default_backend(),
             kernels=self.config.implementation,
         )
 
+        before_moved = self._transfers.moved() if self._transfers is not None else Moved()
+
         def finish() -> None:
             total = prefill.total + decode.total
+            moved = self._transfers.moved() if self._transfers is not None else Moved()
+            stats.experts_awaited = int(total[ROUTED] - total[HITS] - total[MISSES])
+            stats.experts_prefetched = moved.landed - before_moved.landed
             stats.hit_rate, stats.prefill_hit_rate = decode.hit_rate, prefill.hit_rate
             stats.experts_routed, stats.experts_loaded = int(total[ROUTED]), int(total[MISSES])
-            stats.bytes_moved = stats.experts_loaded * self.config.layout.block_bytes
+            stats.experts_loaded_decoding = int(decode.total[MISSES])
+            block, ahead = self.config.layout.block_bytes, moved.bytes - before_moved.bytes
+            stats.bytes_moved = stats.experts_loaded * block + ahead
+            stats.bytes_moved_decoding = stats.experts_loaded_decoding * block + ahead
             stats.compile_s = self._compile_s
 
         capacity = _capacity([*map(len, prompts)], max_new_tokens, chunk_length(batch))
@@ -311,30 +429,72 @@ class TokenEngine:
                     yield TokenEvent(sequence=index, token=int(values[index]), end=end)
 
         # Before the first token goes out, so that text is not held up right after it began.
+        engine, predictor = self._transfers, None if self.predictor is None else self.predictor.weights
+        constant = (self.model.weights, self.model.pools, params, ends)
         step = self._program(
             ("step", batch, capacity, config.greedy), "the decode step", jitted_step,
-            sequences, self._offload, self.model.weights, self.model.pools, params, ends, config=config,
+            sequences, self._offload, *constant, None if engine is None else engine.link(), predictor, self.replay,
+            config=config,
         )  # fmt: skip
+        run_ahead = RUN_AHEAD if engine is None else engine.run_ahead
         try:
             jax.block_until_ready(first.packed)
+            if engine is not None:
+                engine.start(self._offload.cache.blocks)
             stats.ttft_s = time.perf_counter() - started - self._compile_s
             yield from events(first, prefill)
             if not any(alive):
                 return
             decode_started, pending, dispatched, before = time.perf_counter(), deque[StepOutput](), 1, stats.new_tokens
             while any(alive):
-                while len(pending) < RUN_AHEAD and dispatched < max(max_new_tokens):
+                while len(pending) < run_ahead and dispatched < max(max_new_tokens):
+                    link = None if engine is None else engine.link()
                     sequences, self._offload, output = step(
-                        sequences, self._offload, self.model.weights, self.model.pools, params, ends
+                        sequences, self._offload, *constant, link, predictor, self.replay
                     )
+                    if engine is not None:
+                        engine.check(self._offload.cache.blocks)
                     output.packed.copy_to_host_async()
                     pending.append(output)
                     dispatched += 1
-                yield from events(pending.popleft(), decode)
+                oldest = pending.popleft()
+                if engine is not None:
+                    engine.tell(oldest.tasks, oldest.clock)
+                yield from events(oldest, decode)
                 elapsed = time.perf_counter() - decode_started
                 stats.tokens_per_second = (stats.new_tokens - before) / elapsed
         finally:
+            if engine is not None:
+                engine.pause()
             finish()
+
+    def _step_config(self, greedy: bool) -> StepConfig:
+        config, predictor, engine = self.config, self.predictor, self._transfers
+        return StepConfig(
+            spec=self.model.spec,
+            cache=config,
+            forecast=self.policy == "seqmoe",
+            greedy=greedy,
+            vocab=self.vocab,
+            kernels=self.kernels,
+            predictor=None if predictor is None else predictor.config,
+            trigger=config.layers // 2 if predictor is not None and self._refine and config.layers > 1 else None,
+            plan=self._plan_config,
+            ahead=1 if engine is None else engine.ahead,
+            channel=getattr(engine, "channel", None),
+        )
+
+    def _begin(self, batch: int) -> None:
+        """A request begins: nothing is under way any more, and the predictor has seen nothing of it."""
+        if self._transfers is not None:
+            jax.block_until_ready(self._offload.cache.tables)
+            self._transfers.pause()
+            cache = self._offload.cache
+            self._offload = self._offload._replace(cache=cache._replace(tables=settle_jit(cache.tables)))
+        if self.predictor is not None:
+            dtype = self.predictor.weights["in_proj"].dtype
+            state = jax.device_put(plain.init_state(self.predictor.config, batch, dtype), self.device)
+            self._offload = self._offload._replace(predictor=state)
 
     def _prefill(
         self,
@@ -421,9 +581,9 @@ class TokenEngine:
         """What a prompt teaches the policy: seqmoe blends its shares in, prefill-hot loads and fixes the most used."""
         if self.policy == "seqmoe":
             share = tokens_of.astype(jnp.float32) / prompt_tokens
-            retention = history.observe_prompt(self._offload.retention, share)
-            cache = _rescore(self._offload.cache, history.scores(retention))
-            self._offload = Offload(cache, retention)
+            forecast = forecaster.from_history(history.observe_prompt(self._offload.forecast[1], share))
+            cache = _rescore(self._offload.cache, forecaster.worth(forecast))
+            self._offload = self._offload._replace(cache=cache, forecast=forecast)
         elif self.policy == "prefill-hot" and self.plan.slots < self.model.spec.num_keys:
             room = self.plan.slots - least_slots(self.model.spec, self.max_batch)
             order = np.argsort(-np.asarray(tokens_of), kind="stable")
@@ -435,7 +595,8 @@ class TokenEngine:
         """Makes the wanted keys resident for good (policies that score keys) or at least now (lru, lfu)."""
         cache = self._offload.cache
         if self.config.managed:
-            cache = _rescore(cache, jnp.where(wanted, PINNED, -1).astype(jnp.int32))
+            score = jnp.where(wanted, PINNED, -1).astype(jnp.int32)
+            cache = _rescore(cache, jnp.stack([score, score]))
         for layer, pool in enumerate(self.model.pools):
             mask = jnp.asarray(wanted.reshape(self.config.layers, -1)[layer])
             cache = _keep(cache, pool, mask, jnp.asarray(layer, jnp.int32), config=self.config)

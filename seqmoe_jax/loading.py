@@ -18,7 +18,7 @@ from seqmoe_jax.checkpoints.names import check_names, names_of
 from seqmoe_jax.checkpoints.read import iter_dense
 from seqmoe_jax.checkpoints.resolve import read_config, resolve_model
 from seqmoe_jax.checkpoints.safetensors import open_checkpoint
-from seqmoe_jax.engine import Model
+from seqmoe_jax.engine import Model, Predictor
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.host_pool import load_host_pool, random_host_pool
 from seqmoe_jax.models.families import spec_from_config
@@ -74,6 +74,27 @@ def load_model(
             progress=progress,
         )
     return Model(spec=spec, weights=weights, pools=pools, name=str(model)), directory
+
+
+def load_predictor(directory: Path, beside: Array, *, stem: str = "predictor") -> Predictor:
+    """A predictor into the device memory that the array `beside` lies in, matrices in that array's dtype."""
+    from seqmoe_jax.forecast import store
+
+    config, weights = store.load(directory, stem=stem, dtype=beside.dtype)
+    return Predictor(config=config, weights=jax.device_put(weights, next(iter(beside.devices()))), name=directory.name)
+
+
+def find_and_load_predictor(choice: str | Path, model: Model, *, trained_on: str | None = None) -> Predictor | None:
+    """The predictor that "auto", "none" or a directory means for a model, in device memory beside its weights.
+
+    `trained_on` names the model whose routing is replayed, where that is not `model`'s own. Raises `PredictorError`.
+    """
+    from seqmoe_jax.forecast.store import choose_predictor
+
+    spec = model.spec
+    sizes = dict(layers=len(spec.moe_layers), experts=spec.moe.experts, active=spec.moe.top_k)
+    found = choose_predictor(choice, trained_on or model.name, **sizes)
+    return None if found is None else load_predictor(found, model.weights.embed)
 
 
 def random_model(

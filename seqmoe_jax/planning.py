@@ -33,13 +33,16 @@ class Plan:
     slot_cache: int
     kv: int
     workspace: int
+    forecast: int = 0
 
     @property
     def total(self) -> int:
-        return self.dense + self.slot_cache + self.kv + self.workspace
+        return self.dense + self.slot_cache + self.kv + self.workspace + self.forecast
 
     def describe(self) -> str:
         parts = {"weights": self.dense, "slots": self.slot_cache, "KV": self.kv, "workspace": self.workspace}
+        if self.forecast:
+            parts["forecast"] = self.forecast
         listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
         return f"{self.total / 1e9:.2f} GB on the device ({listed})"
 
@@ -102,9 +105,11 @@ def make_plan(
     context: int = DEFAULT_CONTEXT,
     activation_dtype: np.dtype | type = np.float32,
     implementation: Implementation = "xla",
+    forecast: int = 0,
 ) -> Plan:
     """Slots from a residency, from a budget in bytes, or from what the device has `available`.
 
+    `forecast`: bytes of the predictor's weights.
     Raises `ResidencyError` where the residency is out of range, too small for K and B, or does not fit.
     """
     if residency is not None and device_memory is not None:
@@ -117,6 +122,7 @@ def make_plan(
         dense=dense_bytes(spec, activation_dtype),
         kv=state_bytes(spec, batch, context, activation_dtype),
         workspace=workspace_bytes(spec, batch, context),
+        forecast=forecast,
     )
     block = spec.expert_layout.block_bytes
     least = least_slots(spec, batch)

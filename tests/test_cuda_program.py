@@ -64,7 +64,10 @@ def there(tree, sharding=on_device):
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
 
 sequences = jax.eval_shape(partial(empty_sequences, spec=spec, batch=batch, capacity=256, dtype=np.dtype(jnp.bfloat16)))
-offload = Offload(jax.eval_shape(lambda: empty_cache(cache)), jax.ShapeDtypeStruct((24,), jnp.float32))
+scalar = jax.ShapeDtypeStruct((), jnp.int32)
+offload = Offload(
+    cache=jax.eval_shape(lambda: empty_cache(cache)), forecast=jax.ShapeDtypeStruct((2, 24), jnp.float32),
+    predictor=None, tags=scalar, steps=scalar)
 weights = jax.eval_shape(partial(random_weights, spec=spec, dtype=np.dtype(jnp.bfloat16)), jax.random.key(0))
 pools = (jax.ShapeDtypeStruct((8, spec.expert_layout.block_elems), spec.expert_layout.storage),) * 3
 sampling = jax.eval_shape(lambda: SamplingParams.of([SamplingConfig()], batch))

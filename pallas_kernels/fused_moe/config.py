@@ -75,11 +75,12 @@ def default_config(layout: ExpertLayout, per_token: int) -> Config:
     exchanged between warps; four share some rows of down, a quarter of the routes each.
     """
     hidden, width = layout.hidden, layout.width
-    itemsize = layout.dtype.itemsize  # FP4 counts as a byte: half the memory, as much to unpack
+    itemsize = 2 if layout.dtype == FP4 else layout.dtype.itemsize  # FP4 takes as many registers as bf16
     least = {FP8: FP8_BLOCK, FP4: FP4_BLOCK}.get(layout.dtype, 16)
-    # FP8 costs more arithmetic than memory in large tiles, whose products are not added on the way.
-    up_cols = chunk(hidden, most=2048 if itemsize > 1 else 256, least=max(least, min(128, hidden)))
-    down_cols = chunk(width, most=256, least=max(least, min(128, width)))
+    # FP8 and FP4 cost more arithmetic than memory in large tiles, whose products are not added on the way.
+    narrow = {FP8: 256, FP4: 512}.get(layout.dtype)  # 256 bytes of a row: what a warp reads at once
+    up_cols = chunk(hidden, most=narrow or 2048, least=max(least, min(128, hidden)))
+    down_cols = chunk(width, most=narrow or 256, least=max(least, min(128, width)))
     # Powers of two, also where H or F below 128 is none.
     up_cols, down_cols = (1 << (cols - 1).bit_length() for cols in (up_cols, down_cols))
     routes = 1 << (per_token - 1).bit_length()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Shaped, UInt8
+from jaxtyping import Array, Float, Float16, Float32, Shaped, UInt8
 
 from pallas_kernels.layout import FP4, FP4_BLOCK, FP8, FP8_BLOCK, Activation, ExpertLayout
 
@@ -22,12 +22,19 @@ def hidden_dtype(x: Float[Array, "..."]) -> jnp.dtype:
     return jnp.dtype(jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32)
 
 
-def fp4_values(codes: UInt8[Array, "..."]) -> Float32[Array, "..."]:
-    """e2m1 codes (the low four bits; what is above them is ignored) as floats, exactly."""
+FP4_UNIT = 2.0**14
+
+
+def fp4_halves(codes: UInt8[Array, "..."]) -> Float16[Array, "..."]:
+    """e2m1 codes (the low four bits; what is above them is ignored) as floats of 1 / `FP4_UNIT` of their value."""
     # e2m1 is a float16 of a smaller bias: exponent and mantissa in place, the value is 2**14 too small.
     wide = codes.astype(jnp.uint16)
-    half = jax.lax.bitcast_convert_type(((wide & 8) << 12) | ((wide & 7) << 9), jnp.float16)
-    return half.astype(jnp.float32) * 2.0**14
+    return jax.lax.bitcast_convert_type(((wide & 8) << 12) | ((wide & 7) << 9), jnp.float16)
+
+
+def fp4_values(codes: UInt8[Array, "..."]) -> Float32[Array, "..."]:
+    """e2m1 codes as floats, exactly."""
+    return fp4_halves(codes).astype(jnp.float32) * FP4_UNIT
 
 
 def powers_of_two(exponents: UInt8[Array, "..."]) -> Float32[Array, "..."]:

@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped, UInt8
 
 from pallas_kernels.fused_moe.config import Fp8Mode
-from pallas_kernels.fused_moe.swiglu import fp4_values, powers_of_two
+from pallas_kernels.fused_moe.swiglu import FP4_UNIT, fp4_halves, powers_of_two
 from pallas_kernels.layout import FP4, FP4_BLOCK, FP8, FP8_BLOCK, ExpertLayout
 
 Ref = Any  # Pallas has no public type for references.
@@ -235,11 +235,14 @@ class Part:
         """The elements of `ref[rows]` that meet these columns, for FP4 the even ones and the odd ones; zeros where not
         `active`."""
         columns, inside = self.columns, self.inside
+        if self.layout.dtype == FP4:  # a pair for every byte: neighbours, so one load for many
+            columns = 2 * columns[..., None] + jnp.arange(2, dtype=jnp.int32)
+            inside = None if inside is None else inside[..., None]
         rank, shape = 1 + columns.ndim, (*rows.shape, *columns.shape)
         masks = [None if active is None else _along(active, 0, rank), None if inside is None else inside[None]]
-        mask, row = _all(masks, shape), jnp.broadcast_to(_along(rows, 0, rank), shape)
-        which = (2 * columns, 2 * columns + 1) if self.layout.dtype == FP4 else (columns,)
-        return tuple(load(ref.at[row, jnp.broadcast_to(w[None], shape)], mask).astype(jnp.float32) for w in which)
+        where = ref.at[jnp.broadcast_to(_along(rows, 0, rank), shape), jnp.broadcast_to(columns[None], shape)]
+        values = load(where, _all(masks, shape)).astype(jnp.float32)
+        return tuple(jnp.unstack(values, axis=-1)) if self.layout.dtype == FP4 else (values,)
 
     def times(
         self,
@@ -254,9 +257,9 @@ class Part:
         """
         if self.layout.dtype == FP4:
             assert bits.scales is not None
-            if factor is not None:
-                vectors = tuple(vector * _along(factor, 0, vector.ndim) for vector in vectors)
-            both = fp4_values(bits.values) * vectors[0][None] + fp4_values(bits.values >> 4) * vectors[1][None]
+            unit = FP4_UNIT if factor is None else FP4_UNIT * _along(factor, 0, vectors[0].ndim)
+            low, high = (fp4_halves(codes).astype(jnp.float32) for codes in (bits.values, bits.values >> 4))
+            both = low * (vectors[0] * unit)[None] + high * (vectors[1] * unit)[None]
             return both * powers_of_two(bits.scales)[:, :, :, None]
         (vector,) = vectors
         if bits.scales is None:

@@ -20,15 +20,17 @@ def slot_update(
     num_experts: int,
     rule: Rule,
     clock: Int[Array, ""] | int,
-    key_score: Int[Array, " keys"] | None = None,
+    key_score: Int[Array, "2 keys"] | None = None,
     landed: Int[Array, " S"] | None = None,
+    open_slots: Int[Array, " N"] | None = None,
+    progress: Int[Array, " P"] | None = None,
     implementation: Implementation | None = None,
     interpret: bool = False,
 ) -> SlotUpdate:
     """Land, look up, allocate, release: the state transitions around one MoE layer, in this order.
 
     1. *Land.* A FETCH slot with `landed[s] == tag[s]` becomes COMPUTE and its key resident; if an on-demand load
-       made the key resident meanwhile, the slot becomes EMPTY.
+       made the key resident meanwhile, or if `landed[s] == -tag[s]` (the engine gave the task up), it becomes EMPTY.
     2. *Look up* `ids`. A resident expert is a hit and protected for this call.
     3. *Allocate.* Each distinct missing expert, in order of first appearance, takes the first EMPTY slot, else
        the USED slot of lowest (score, index), whose expert is evicted. A key that is in FETCH at this moment is
@@ -36,8 +38,9 @@ def slot_update(
     4. *Release.* Every COMPUTE slot of this layer becomes USED, activated or not: later launches come after the
        layer's own computation on the same stream.
 
-    Scores: a newcomer (landed or loaded) gets `clock` (lru), 1 (lfu) or `key_score[key]` (scored); a hit sets
-    `clock` (lru), adds 1 once per distinct expert (lfu) or changes nothing (scored).
+    Scores: a newcomer gets `clock` (lru), 1 (lfu) or, under `scored`, `key_score[0, key]` where it landed and
+    `key_score[1, key]` where it was loaded on demand; a hit sets `clock` (lru), adds 1 once per distinct expert (lfu)
+    or sets `key_score[1, key]` (scored).
 
     Args:
         tables: int32, donated by the caller's jit; updated in place.
@@ -46,9 +49,14 @@ def slot_update(
         num_experts: E.
         rule: how scores change.
         clock: a number that grows from step to step.
-        key_score: retention scores, needed for "scored" and unused otherwise.
+        key_score: retention scores, needed for "scored" and unused otherwise: [0] while an expert's layer is still to
+            come in this step, [1] from its use on.
         landed: last tag reported for each slot by the transfer engine; may lie in `pinned_host` memory. None: there
             is no engine, which promises that no slot is COMPUTE on entry, and saves the scans over all slots.
+        open_slots: with an engine, every slot that is FETCH or COMPUTE, then -1. Needed on GPUs; elsewhere unused.
+        progress: on GPUs with an engine that runs beside the step, an array in `pinned_host` memory. The kernel writes
+            `clock * PROGRESS_UNIT + misses` into its first element for the engine to see, and where a routed expert
+            is the one under way (`landed[s] == tag[s] + UNDER_WAY`) it waits for it instead of loading it again.
 
     There must be a slot that is neither FETCH nor protected for every distinct miss. The caller sees to it by
     keeping enough out of `reserve`; a miss that finds none gets slot -1, and nothing is corrupted.
@@ -59,13 +67,17 @@ def slot_update(
         raise ValueError("rule 'scored' needs key_score, int32[keys]")
     if rule != "scored":
         key_score = None
+    if progress is not None and landed is None:
+        raise ValueError("progress needs landed: both belong to a transfer engine")
     first_key, clock = jnp.asarray(first_key, jnp.int32), jnp.asarray(clock, jnp.int32)
     arguments = (tables, ids.astype(jnp.int32), first_key, clock, key_score, landed)
     match resolve(implementation):
         case "gpu":  # imported where used: Pallas is slow to import and absent from some builds
             from pallas_kernels.slot_update.gpu import slot_update_gpu
 
-            return slot_update_gpu(*arguments, num_experts=num_experts, rule=rule, interpret=interpret)
+            return slot_update_gpu(
+                *arguments, open_slots, progress, num_experts=num_experts, rule=rule, interpret=interpret
+            )
         case "tpu":
             from pallas_kernels.slot_update.tpu import slot_update_tpu
 

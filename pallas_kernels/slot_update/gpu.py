@@ -17,11 +17,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int
 
-from pallas_kernels.slot_update.tables import Rule, SlotState, SlotTables, SlotUpdate
+from pallas_kernels.slot_update.tables import (
+    PROGRESS_UNIT,
+    UNDER_WAY,
+    Rule,
+    SlotState,
+    SlotTables,
+    SlotUpdate,
+)
 
 # Order of eviction: EMPTY first, then USED by score, and what must not be given away.
 FIRST, NEVER = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
 OUTSIDE = 1 << 30  # index of lanes that are masked off
+LONGEST_WAIT = 10_000  # reads over the link, about a microsecond each: then a transfer under way is given up
 DUPLICATES_AT_ONCE = 16  # columns of the M x M comparison that are in registers at a time
 
 
@@ -30,8 +38,10 @@ def slot_update_gpu(
     ids: Int[Array, " M"],
     first_key: Int[Array, ""],
     clock: Int[Array, ""],
-    key_score: Int[Array, " keys"] | None,
+    key_score: Int[Array, "2 keys"] | None,
     landed: Int[Array, " S"] | None,
+    open_slots: Int[Array, " N"] | None = None,
+    progress: Int[Array, " P"] | None = None,
     *,
     num_experts: int,
     rule: Rule,
@@ -39,15 +49,13 @@ def slot_update_gpu(
 ) -> SlotUpdate:
     """See `slot_update`."""
     num_slots, num_ids = tables.state.shape[0], ids.shape[0]
-    optional = [x for x in (key_score, landed) if x is not None]
-    kernel = partial(
-        _kernel,
-        num_experts=num_experts,
-        rule=rule,
-        scored=key_score is not None,
-        engine=landed is not None,
-        interpret=interpret,
-    )
+    if landed is not None and open_slots is None:
+        raise ValueError("slot_update on a GPU: landed needs open_slots, so that not all slots have to be looked at")
+    # Scores flat: a key's second one lies `keys` further on.
+    scores = None if key_score is None else key_score.reshape(-1)
+    given = {"scores": scores, "landed": landed, "open": open_slots, "progress": progress}
+    optional = {name: x for name, x in given.items() if x is not None}
+    kernel = partial(_kernel, num_experts=num_experts, rule=rule, optional=tuple(optional), interpret=interpret)
     vector = jax.ShapeDtypeStruct(ids.shape, jnp.int32)
     outputs = pl.pallas_call(
         kernel,
@@ -63,21 +71,24 @@ def slot_update_gpu(
         ),
         interpret=interpret,
         name="slot_update",
-    )(*tables, ids, first_key.reshape(1), clock.reshape(1), *optional)
+    )(*tables, ids, first_key.reshape(1), clock.reshape(1), *optional.values())
     return SlotUpdate(SlotTables(*outputs[:5]), *outputs[5:])
 
 
-def _kernel(*refs: Any, num_experts: int, rule: Rule, scored: bool, engine: bool, interpret: bool) -> None:
-    slot_of_key, key_of_slot, state, tag, score, ids_ref, first_key_ref, clock_ref, *rest = refs[: 8 + scored + engine]
-    key_score_ref = rest[0] if scored else None
-    landed_ref = rest[-1] if engine else None
-    new_slot_of_key, new_key_of_slot, new_state, new_tag, new_score, *outputs = refs[8 + scored + engine :]
+def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...], interpret: bool) -> None:
+    inputs = 8 + len(optional)
+    slot_of_key, key_of_slot, state, tag, score, ids_ref, first_key_ref, clock_ref = refs[:8]
+    given = dict(zip(optional, refs[8:inputs], strict=True))
+    scores_ref, landed_ref, progress_ref = (given.get(name) for name in ("scores", "landed", "progress"))
+    open_ref = given.get("open")
+    engine = landed_ref is not None
+    new_slot_of_key, new_key_of_slot, new_state, new_tag, new_score, *outputs = refs[inputs:]
     slots_of_ids_ref, miss_expert_ref, miss_slot_ref, counts_ref = outputs
-    num_slots, num_ids = state.shape[0], ids_ref.shape[0]
+    num_slots, num_ids, num_keys = state.shape[0], ids_ref.shape[0], slot_of_key.shape[0]
     first_key, clock = first_key_ref[0], clock_ref[0]
 
-    def newcomer_score(key: Array) -> Array:
-        return key_score_ref[key] if key_score_ref is not None else clock if rule == "lru" else jnp.int32(1)
+    def used_score(key: Array) -> Array:
+        return scores_ref[num_keys + key] if scores_ref is not None else clock if rule == "lru" else jnp.int32(1)
 
     # Look up, on what the tables said before this launch.
     lanes = jnp.arange(pl.next_power_of_2(num_ids), dtype=jnp.int32)
@@ -91,43 +102,77 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, scored: bool, engine: bool
         _scatter(new_score, found, jnp.broadcast_to(clock, lanes.shape), hit)
     elif rule == "lfu":
         _scatter(new_score, found, _gather(score, found, hit) + 1, hit)
+    else:
+        _scatter(new_score, found, _gather(scores_ref, num_keys + first_key + ids, hit), hit)
 
     slots = jnp.arange(pl.next_power_of_2(num_slots), dtype=jnp.int32)
     inside = slots < num_slots
+
+    def wait_for_transfer(answer: Array, expected: Array, fetching: Array, slot_key: Array) -> tuple[Array, Array]:
+        # Tell the engine where the step is; if this layer needs what is under way, wait for it. There is at most one.
+        flying = fetching & (answer == expected + UNDER_WAY)
+        slot = jnp.min(jnp.where(flying, open_, OUTSIDE))
+        mine = open_ == slot
+        key, awaited = jnp.sum(jnp.where(mine, slot_key, 0)), jnp.sum(jnp.where(mine, expected, 0))
+        needed = (slot < OUTSIDE) & (_count(absent & (first_key + ids == key)) > 0)
+        progress_ref[0] = clock * PROGRESS_UNIT
+
+        def unanswered(carry: tuple[Array, Array]) -> Array:
+            return needed & (carry[0] < LONGEST_WAIT) & (carry[1] != awaited) & (carry[1] != -awaited)
+
+        def read(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            return carry[0] + 1, plgpu.load(landed_ref.at[jnp.where(needed, slot, 0)], volatile=True)
+
+        _, last = jax.lax.while_loop(unanswered, read, (jnp.int32(0), awaited + UNDER_WAY))
+        misses = num_distinct - num_hits - needed.astype(jnp.int32)
+        progress_ref[0] = clock * PROGRESS_UNIT + jnp.minimum(misses, PROGRESS_UNIT - 1)
+        return jnp.where(mine, last, answer), (needed & (last == awaited)).astype(jnp.int32)
+
     if engine:
         # Land, and release this layer's slots at once: their new protection is in `fresh` and `order` below.
-        old_state = _gather(state, slots, inside)
-        fetching = inside & (old_state == SlotState.FETCH)
-        expected = _gather(tag, slots, fetching)
+        tasks = jnp.arange(pl.next_power_of_2(open_ref.shape[0]), dtype=jnp.int32)
+        open_ = _gather(open_ref, tasks, tasks < open_ref.shape[0])
+        old_state = _gather(state, open_, open_ >= 0)
+        fetching = (open_ >= 0) & (old_state == SlotState.FETCH)
+        waiting = (open_ >= 0) & (old_state == SlotState.COMPUTE)
+        expected = _gather(tag, open_, fetching)
         # The tags may lie in host memory: read only those that are waited for.
-        arrived = fetching & (expected > 0) & (_gather(landed_ref, slots, fetching) == expected)
-        waiting = inside & (old_state == SlotState.COMPUTE)
-        slot_key = _gather(key_of_slot, slots, arrived | waiting)
-        fresh = arrived & (_gather(slot_of_key, slot_key, arrived) < 0)
+        answer = _gather(landed_ref, open_, fetching)
+        slot_key = _gather(key_of_slot, open_, fetching | waiting)
+        if progress_ref is not None:
+            answer, waited = wait_for_transfer(answer, expected, fetching, slot_key)
+        arrived = fetching & (expected > 0) & ((answer == expected) | (answer == -expected))
+        fresh = arrived & (answer > 0) & (_gather(slot_of_key, slot_key, arrived) < 0)
         late = arrived & ~fresh
         own = (slot_key >= first_key) & (slot_key < first_key + num_experts)
         landed_state = jnp.where(late, SlotState.EMPTY, jnp.where(own, SlotState.USED, SlotState.COMPUTE))
-        if key_score_ref is not None:
-            landed_score = _gather(key_score_ref, slot_key, fresh)
+        if scores_ref is not None:
+            landed_score = _gather(scores_ref, slot_key, fresh)
         else:
-            landed_score = jnp.broadcast_to(newcomer_score(first_key), slots.shape)
-        _scatter(new_slot_of_key, slot_key, slots, fresh)
-        _scatter(new_key_of_slot, slots, jnp.full_like(slots, -1), late)
-        _scatter(new_state, slots, landed_state.astype(jnp.int32), arrived | (waiting & own))
-        _scatter(new_tag, slots, jnp.zeros_like(slots), arrived)
-        _scatter(new_score, slots, landed_score, fresh)
+            landed_score = jnp.broadcast_to(used_score(first_key), tasks.shape)
+        _scatter(new_slot_of_key, slot_key, open_, fresh)
+        _scatter(new_key_of_slot, open_, jnp.full_like(open_, -1), late)
+        _scatter(new_state, open_, landed_state.astype(jnp.int32), arrived | (waiting & own))
+        _scatter(new_tag, open_, jnp.zeros_like(open_), arrived)
+        _scatter(new_score, open_, landed_score, fresh)
         if not interpret:  # a slot that landed as EMPTY may be given away below: keep the two stores in order
             plgpu.debug_barrier()
 
     def replace(found: Array) -> tuple[Array, Array, Array, Array]:
         # Find a slot for every absent expert, one after another.
-        if engine:
-            current = jnp.where(arrived, jnp.where(late, SlotState.EMPTY, SlotState.COMPUTE), old_state)
-        else:
-            current = _gather(state, slots, inside)
+        current = _gather(state, slots, inside)
         used = inside & (current == SlotState.USED)
         order = jnp.where(used, _gather(score, slots, used), NEVER)
         order = jnp.where(inside & (current == SlotState.EMPTY), FIRST, order)
+        if engine:
+            # What was just stored must not be read back: open slots are EMPTY if their task is over, else protected.
+            def correct(i: Array, order: Array) -> Array:
+                slot = jnp.sum(jnp.where(tasks == i, open_, 0))
+                free = jnp.sum(jnp.where(tasks == i, late.astype(jnp.int32), 0)) > 0
+                order = jnp.where(slots == slot, NEVER, order)
+                return jnp.where((slots == slot) & free, FIRST, order)
+
+            order = jax.lax.fori_loop(0, open_ref.shape[0], correct, order)
 
         def one(carry: tuple[Array, ...]) -> tuple[Array, ...]:
             lane, count, found, miss_expert, miss_slot, order = carry
@@ -139,7 +184,7 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, scored: bool, engine: bool
             # A slot that was hit is protected, but that is looked up only for the one about to be taken.
             protected = exists & (_count(hit & (hit_slot == slot)) > 0)
             if engine:
-                landing = jnp.min(jnp.where(fresh & (slot_key == key), slots, OUTSIDE))
+                landing = jnp.min(jnp.where(fresh & (slot_key == key), open_, OUTSIDE))
                 is_miss = landing == OUTSIDE
             else:
                 landing, is_miss = slot, lane < OUTSIDE  # true; the lowering takes no literals here
@@ -154,13 +199,19 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, scored: bool, engine: bool
                 new_slot_of_key[key] = slot
                 new_key_of_slot[slot] = key
                 new_state[slot] = jnp.int32(SlotState.USED)
-                new_score[slot] = newcomer_score(key)
+                new_score[slot] = used_score(key)
 
             if engine and rule == "lfu":
 
                 @pl.when(~is_miss)
                 def _() -> None:
                     new_score[landing] = jnp.int32(2)  # landed, then hit
+
+            if engine and scores_ref is not None:
+
+                @pl.when(~is_miss)
+                def _() -> None:
+                    new_score[landing] = used_score(key)
 
             settled = is_miss & ~protected  # a miss, served or not
             given = jnp.where(is_miss, jnp.where(exists, slot, -1), landing)
@@ -186,7 +237,8 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, scored: bool, engine: bool
     for ref, value in ((slots_of_ids_ref, found), (miss_expert_ref, miss_expert), (miss_slot_ref, miss_slot)):
         _scatter(ref, lanes, value, lanes < num_ids)
     counts_ref[0] = num_distinct
-    counts_ref[1] = num_distinct - num_misses
+    hits = num_distinct - num_misses
+    counts_ref[1] = hits - waited if progress_ref is not None else hits
     counts_ref[2] = num_misses
 
 

@@ -16,7 +16,7 @@ def slot_update_reference(
     ids: Int[Array, " M"],
     first_key: Int[Array, ""],
     clock: Int[Array, ""],
-    key_score: Int[Array, " keys"] | None,
+    key_score: Int[Array, "2 keys"] | None,
     landed: Int[Array, " S"] | None,
     *,
     num_experts: int,
@@ -46,6 +46,10 @@ def slot_update_reference(
         tables = tables._replace(score=tables.score.at[hit_slot].set(clock, mode="drop"))
     elif rule == "lfu":
         tables = tables._replace(score=tables.score.at[hit_slot].add(1, mode="drop"))
+    else:
+        tables = tables._replace(
+            score=tables.score.at[hit_slot].set(_newcomer_score(key, clock, key_score, rule), mode="drop")
+        )
 
     num_misses = miss.sum(dtype=jnp.int32)
     nth = jnp.where(miss, jnp.cumsum(miss, dtype=jnp.int32) - 1, ids.shape[0])
@@ -55,7 +59,8 @@ def slot_update_reference(
         # One pass over the slots per miss: there are few, and sorting 345 int32 takes XLA:CPU 80 us.
         tables, protected, miss_slot = carry
         new_key = first_key + miss_expert[i]
-        tables, slot = _replace_one(tables, protected, new_key, _newcomer_score(new_key, clock, key_score, rule))
+        score = _newcomer_score(new_key, clock, key_score, rule)
+        tables, slot = _replace_one(tables, protected, new_key, score)
         given = jnp.where(slot < num_slots, slot, -1)
         return tables, protected.at[slot].set(True, mode="drop"), miss_slot.at[i].set(given)
 
@@ -71,20 +76,20 @@ def _land(
     tables: SlotTables,
     landed: Int[Array, " S"],
     clock: Int[Array, ""],
-    key_score: Int[Array, " keys"] | None,
+    key_score: Int[Array, "2 keys"] | None,
     rule: Rule,
 ) -> SlotTables:
-    """FETCH slots whose tag has come back: COMPUTE, or EMPTY where an on-demand load was faster."""
+    """FETCH slots whose tag has come back: COMPUTE, or EMPTY where a load was faster or the task was given up."""
     num_keys, num_slots = tables.slot_of_key.shape[0], tables.state.shape[0]
-    arrived = (tables.state == SlotState.FETCH) & (tables.tag > 0) & (landed == tables.tag)
+    arrived = (tables.state == SlotState.FETCH) & (tables.tag > 0) & (jnp.abs(landed) == tables.tag)
 
     def land_one(_: Int[Array, ""], carry: tuple[SlotTables, Array]) -> tuple[SlotTables, Array]:
         tables, pending = carry
         slot = jnp.argmax(pending).astype(jnp.int32)
         key = _element(tables.key_of_slot, slot)
-        late = _element(tables.slot_of_key, key) >= 0
+        late = (_element(tables.slot_of_key, key) >= 0) | (landed[slot] < 0)
         slot = jnp.where(key < -1, num_slots, slot)  # never; the writes below come after the reads above
-        score = jnp.where(late, 0, _newcomer_score(key, clock, key_score, rule))
+        score = jnp.where(late, 0, _newcomer_score(key, clock, key_score, rule, used=False))
         tables = SlotTables(
             slot_of_key=tables.slot_of_key.at[jnp.where(late, num_keys, key)].set(slot, mode="drop"),
             key_of_slot=tables.key_of_slot.at[slot].set(jnp.where(late, -1, key), mode="drop"),
@@ -123,12 +128,16 @@ def _replace_one(
 
 
 def _newcomer_score(
-    key: Int[Array, "*N"], clock: Int[Array, ""], key_score: Int[Array, " keys"] | None, rule: Rule
+    key: Int[Array, "*N"],
+    clock: Int[Array, ""],
+    key_score: Int[Array, "2 keys"] | None,
+    rule: Rule,
+    used: bool = True,
 ) -> Int[Array, "*N"]:
-    """Score of experts that have just become resident; whatever for keys out of range."""
+    """Score of experts just become resident, `used` by the layer or not yet; whatever for keys out of range."""
     if rule == "scored":
         assert key_score is not None
-        return key_score.at[key].get(mode="clip")
+        return key_score[int(used)].at[key].get(mode="clip")
     return jnp.broadcast_to(clock if rule == "lru" else jnp.int32(1), key.shape)
 
 

@@ -9,6 +9,9 @@ from jaxtyping import Array, Int
 
 Rule = Literal["lru", "lfu", "scored"]
 
+UNDER_WAY = 1 << 30  # added to a slot's tag in `landed` while its transfer runs
+PROGRESS_UNIT = 64  # `progress` holds clock * PROGRESS_UNIT + misses of the layer that runs
+
 
 class SlotState(enum.IntEnum):
     """State of a slot. FETCH and COMPUTE are protected from eviction."""
@@ -48,4 +51,4 @@ class SlotUpdate(NamedTuple):
     miss_slot: Int[Array, " M"]
     """The slots they are to be loaded into, then -1."""
     counts: Int[Array, " 3"]
-    """Distinct experts routed, hits among them, misses."""
+    """Distinct experts routed, hits among them, misses; the rest was under way and waited for."""

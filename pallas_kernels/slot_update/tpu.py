@@ -24,7 +24,7 @@ def slot_update_tpu(
     ids: Int[Array, " M"],
     first_key: Int[Array, ""],
     clock: Int[Array, ""],
-    key_score: Int[Array, " keys"] | None,
+    key_score: Int[Array, "2 keys"] | None,
     landed: Int[Array, " S"] | None,
     *,
     num_experts: int,
@@ -68,17 +68,17 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, scored: bool, engine: bool
 
     _copy_all(refs[:5], tables, semaphores)
 
-    def newcomer_score(key: Array) -> Array:
-        return key_score[key] if key_score is not None else clock if rule == "lru" else jnp.int32(1)
+    def newcomer_score(key: Array, used: bool) -> Array:
+        return key_score[int(used), key] if key_score is not None else clock if rule == "lru" else jnp.int32(1)
 
     if landed is not None:
 
         @pl.loop(0, num_slots)
         def _(s: Array) -> None:
-            @pl.when((state[s] == SlotState.FETCH) & (tag[s] > 0) & (landed[s] == tag[s]))
+            @pl.when((state[s] == SlotState.FETCH) & (tag[s] > 0) & (jnp.abs(landed[s]) == tag[s]))
             def _() -> None:
                 key = key_of_slot[s]
-                late = slot_of_key[key] >= 0
+                late = (slot_of_key[key] >= 0) | (landed[s] < 0)
                 tag[s] = jnp.int32(0)
                 state[s] = jnp.where(late, int(SlotState.EMPTY), int(SlotState.COMPUTE))
                 key_of_slot[s] = jnp.where(late, -1, key)
@@ -86,7 +86,7 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, scored: bool, engine: bool
                 @pl.when(~late)
                 def _() -> None:
                     slot_of_key[key] = s
-                    score[s] = newcomer_score(key)
+                    score[s] = newcomer_score(key, used=False)
 
     def look_up(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         expert = ids[i]
@@ -105,6 +105,8 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, scored: bool, engine: bool
                 score[slot] = clock
             elif rule == "lfu":
                 score[slot] = score[slot] + 1
+            else:
+                score[slot] = newcomer_score(first_key + expert, used=True)
 
         @pl.when(miss)
         def _() -> None:  # at most i misses so far: the list stays behind the initialisation above
@@ -140,7 +142,7 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, scored: bool, engine: bool
             slot_of_key[key] = slot
             key_of_slot[slot] = key
             state[slot] = jnp.int32(SlotState.COMPUTE)
-            score[slot] = newcomer_score(key)
+            score[slot] = newcomer_score(key, used=True)
 
     @pl.loop(0, num_ids)
     def _release(i: Array) -> None:

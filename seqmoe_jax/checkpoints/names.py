@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
+from functools import partial
 
 from pallas_kernels.layout import FP4, FP4_BLOCK
 from seqmoe_jax.checkpoints.fp8 import DEFAULT_BLOCK
@@ -94,17 +95,17 @@ def _fused(
         part, step = (None, 1) if name == "down" else (turns if names.interleaved else halves)[name]
         height = rows if name == "down" else 2 * rows
 
-        def source(tensor: str, *shape: int, part=part, step=step, **how: bool) -> Source:
-            return Source(tensor=tensor, shape=(count, *shape), expert=expert, rows=part, step=step, **how)
-
+        source = partial(Source, expert=expert, rows=part, step=step)
         if fp4:
             blocks = cols // FP4_BLOCK
-            sources[name] = source(f"{tensor}_blocks", height, blocks, FP4_BLOCK // 2, packed=True)
-            sources[f"{name}_scale"] = source(f"{tensor}_scales", height, blocks, packed=True)
+            sources[name] = source(
+                tensor=f"{tensor}_blocks", shape=(count, height, blocks, FP4_BLOCK // 2), packed=True
+            )
+            sources[f"{name}_scale"] = source(tensor=f"{tensor}_scales", shape=(count, height, blocks), packed=True)
         elif names.transposed:
-            sources[name] = source(tensor, cols, height, transposed=True)
+            sources[name] = source(tensor=tensor, shape=(count, cols, height), transposed=True)
         else:
-            sources[name] = source(tensor, height, cols)
+            sources[name] = source(tensor=tensor, shape=(count, height, cols))
         if moe.bias:
-            sources[f"{name}_bias"] = source(f"{tensor}_bias", height)
+            sources[f"{name}_bias"] = source(tensor=f"{tensor}_bias", shape=(count, height))
     return sources

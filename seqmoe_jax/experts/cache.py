@@ -18,7 +18,7 @@ from pallas_kernels.fused_moe import fused_moe
 from pallas_kernels.grouped_moe import assign_blocks, combine, grouped_moe
 from pallas_kernels.layout import ExpertLayout
 from pallas_kernels.miss_load import miss_load
-from pallas_kernels.slot_update import Rule, SlotTables, slot_update
+from pallas_kernels.slot_update import Rule, SlotState, SlotTables, slot_update
 from seqmoe_jax.experts.slots import empty_tables
 
 PINNED = 2**30  # the score of a key that its policy keeps whatever happens; below every int32 clock's end
@@ -38,12 +38,20 @@ class CacheConfig:
     implementation: Implementation
 
 
+class Transfers(NamedTuple):
+    """What a transfer engine tells the step: see `slot_update`."""
+
+    landed: Int32[Array, " S"]
+    open_slots: Int32[Array, " N"]
+    progress: Int32[Array, " P"] | None  # None: the engine does not follow the running step
+
+
 class SlotCache(NamedTuple):
     """Device state of the cache; donated to every program that changes it."""
 
     blocks: Shaped[Array, "rows n"]  # S of them in use
     tables: SlotTables
-    key_score: Int32[Array, " keys"]  # score a key gets when it is loaded, under rule `scored`
+    key_score: Int32[Array, "2 keys"]  # under rule `scored`: of a key before and after its layer has run in this step
     clock: Int32[Array, ""]  # layers executed so far: the time of rule `lru`
 
 
@@ -55,7 +63,7 @@ def empty_cache(config: CacheConfig) -> SlotCache:
     return SlotCache(
         blocks=jnp.zeros((rows, config.layout.block_elems), config.layout.storage),
         tables=tables,
-        key_score=jnp.zeros(keys, jnp.int32),
+        key_score=jnp.zeros((2, keys), jnp.int32),
         clock=jnp.zeros((), jnp.int32),
     )
 
@@ -66,6 +74,7 @@ def bring_in(
     ids: Int[Array, " M"],
     layer: Int[Array, ""] | int,
     config: CacheConfig,
+    transfers: Transfers | None = None,
 ) -> tuple[SlotCache, Int[Array, " M"], Int32[Array, " 3"]]:
     """Makes the experts `ids` of a MoE layer resident (-1: none) and says in which slots: steps 1 to 3 of Figure 5.
 
@@ -84,7 +93,9 @@ def bring_in(
         rule=config.rule,
         clock=cache.clock,
         key_score=cache.key_score if config.rule == "scored" else None,
-        landed=None,
+        landed=None if transfers is None else transfers.landed,
+        open_slots=None if transfers is None else transfers.open_slots,
+        progress=None if transfers is None else transfers.progress,
         implementation=config.implementation,
     )
     blocks = miss_load(cache.blocks, pool, miss_expert, miss_slot, implementation=config.implementation)
@@ -111,9 +122,10 @@ def moe_decode(
     pool: Shaped[Array, "E n"],
     layer: int,
     config: CacheConfig,
+    transfers: Transfers | None = None,
 ) -> tuple[Float32[Array, "B H"], SlotCache, Int32[Array, " 3"]]:
     """One MoE layer of a decode step."""
-    cache, slots, counts = bring_in(cache, pool, ids.reshape(-1), layer, config)
+    cache, slots, counts = bring_in(cache, pool, ids.reshape(-1), layer, config, transfers)
     y = fused_moe(
         x, cache.blocks, slots.reshape(ids.shape), weights, layout=config.layout, implementation=config.implementation
     )
@@ -161,10 +173,11 @@ def moe_prefill(
     return combine(out, place, weights), cache, counts, tokens_of
 
 
-def rescore(cache: SlotCache, key_score: Int32[Array, " keys"]) -> SlotCache:
-    """New scores for every key, resident or not (rule `scored`)."""
-    resident = cache.tables.key_of_slot
-    score = jnp.where(resident >= 0, key_score[jnp.maximum(resident, 0)], cache.tables.score)
+def rescore(cache: SlotCache, key_score: Int32[Array, "2 keys"], first_key: int = 0) -> SlotCache:
+    """New scores for every key from `first_key` on, resident or not, whose layers are still to come (rule `scored`)."""
+    key, state = cache.tables.key_of_slot, cache.tables.state
+    resident = (state == SlotState.USED) | (state == SlotState.COMPUTE)
+    score = jnp.where(resident & (key >= first_key), key_score[0, jnp.maximum(key, 0)], cache.tables.score)
     return cache._replace(tables=cache.tables._replace(score=score), key_score=key_score)
 
 

@@ -32,7 +32,7 @@ class Recipe(NamedTuple):
     updates: int | Array = 800
     rates: Rates = Rates()
     learning_rate: float | Array = 2e-3
-    weight_decay: float | Array = 0.1
+    weight_decay: float | Array = 1.0
     flatten: float | Array = 0.5
     margin: float | Array = 1.0
     ranking: float | Array = 0.05

@@ -10,6 +10,33 @@ annotations must not wrap it first.
 
 from __future__ import annotations
 
-from numba import njit
+import ctypes
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 
 compiled = njit(cache=True, nogil=True)
+
+
+def address_of(function: Any) -> int:
+    """The address of a C function that `ctypes` has loaded or made."""
+    return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
+
+
+@intrinsic
+def call(typing_context: Any, address: Any, arguments: Any) -> Any:
+    """`address(*arguments)` of a C function that takes words of 64 bits and returns an int.
+
+    The address is a value, so what calls it can be cached; a `ctypes` function would be compiled into it.
+    """
+    signature = types.int32(types.int64, arguments)
+
+    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        word = ir.IntType(64)
+        function = ir.FunctionType(ir.IntType(32), [word] * len(arguments))
+        pointer = builder.inttoptr(values[0], function.as_pointer())
+        return builder.call(pointer, [builder.extract_value(values[1], i) for i in range(len(arguments))])
+
+    return signature, generate

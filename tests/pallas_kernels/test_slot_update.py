@@ -15,10 +15,11 @@ from lowering import lower_for
 
 from pallas_kernels.slot_update import SlotState, SlotTables, slot_update
 from seqmoe_jax.experts.slots import cancel, check_invariants, empty_tables, reserve
+from seqmoe_jax.prefetch.plan import open_slots
 
 LAYERS, EXPERTS, SLOTS, IDS, TASKS = 3, 6, 8, 5, 4
 KEYS = LAYERS * EXPERTS
-KEY_SCORE = np.random.default_rng(0).integers(-50, 50, KEYS).astype(np.int32)
+KEY_SCORE = np.random.default_rng(0).integers(-50, 50, (2, KEYS)).astype(np.int32)  # before and after its use
 RULES = ("lru", "lfu", "scored")
 
 
@@ -44,14 +45,17 @@ class Oracle:
             self.slot_of_key[self.key_of_slot[s]] = -1
 
     def update(self, ids, layer, rule, clock, landed):
-        newcomer = {"lru": lambda key: clock, "lfu": lambda key: 1, "scored": lambda key: int(KEY_SCORE[key])}[rule]
+        def newcomer(key, used=True):
+            return {"lru": clock, "lfu": 1, "scored": int(KEY_SCORE[int(used), key])}[rule]
+
         for s in self.slots:
-            if landed is not None and self.state[s] == SlotState.FETCH and self.tag[s] == landed[s]:
+            if landed is not None and self.state[s] == SlotState.FETCH and self.tag[s] == abs(landed[s]):
                 key, self.tag[s] = self.key_of_slot[s], 0
-                if self.slot_of_key[key] >= 0:
+                if self.slot_of_key[key] >= 0 or landed[s] < 0:
                     self.state[s], self.key_of_slot[s] = SlotState.EMPTY, -1
                 else:
-                    self.state[s], self.slot_of_key[key], self.score[s] = SlotState.COMPUTE, s, newcomer(key)
+                    self.state[s], self.slot_of_key[key] = SlotState.COMPUTE, s
+                    self.score[s] = newcomer(key, used=False)
         routed = list(dict.fromkeys(i for i in ids if i >= 0))
         missing = []
         for e in routed:
@@ -60,7 +64,7 @@ class Oracle:
                 missing.append(e)
                 continue
             self.state[s] = SlotState.COMPUTE
-            self.score[s] = {"lru": clock, "lfu": self.score[s] + 1, "scored": self.score[s]}[rule]
+            self.score[s] = self.score[s] + 1 if rule == "lfu" else newcomer(layer * EXPERTS + e)
         given = []
         for e in missing:
             key, line = layer * EXPERTS + e, self.line()
@@ -126,6 +130,7 @@ def update(tables, ids, layer, clock, landed, rule, implementation="xla", num_ex
         clock=clock,
         key_score=jnp.asarray(key_score),
         landed=landed,
+        open_slots=None if landed is None else open_slots(tables, landed.shape[0]),
         implementation=implementation,
         interpret=implementation != "xla",
     )
@@ -138,7 +143,7 @@ layer_calls = st.tuples(
     st.just("update"),
     st.lists(st.integers(-1, EXPERTS - 1), min_size=IDS, max_size=IDS),
     st.integers(0, LAYERS - 1),
-    st.integers(0, 2**SLOTS - 1),  # which transfers have come back
+    st.integers(0, 3**SLOTS - 1),  # what has become of each transfer: under way, landed, given up
 )
 reservations = st.tuples(
     st.just("reserve"),
@@ -159,14 +164,15 @@ def test_any_history_equals_the_oracle(rule, engine, events):
     for clock, (event, *args) in enumerate(events, start=1):
         if event == "update":
             ids, layer, back = args
-            landed = [oracle.tag[s] if back >> s & 1 else 0 for s in range(SLOTS)] if engine else None
+            answers = [(0, 1, -1)[back // 3**s % 3] for s in range(SLOTS)]
+            landed = [answer * tag for answer, tag in zip(answers, oracle.tag, strict=True)] if engine else None
             result = update(tables, ints(ids), ints(layer), ints(clock), ints(landed) if engine else None, rule)
             tables = result.tables
             same(result[1:], [ints(x) for x in oracle.update(ids, layer, rule, clock, landed)])
         elif event == "reserve":
             keys, weighed, keep = args
             tags = [clock * TASKS + i for i in range(TASKS)]
-            newcomer = [int(KEY_SCORE[k]) for k in keys] if weighed else None
+            newcomer = [int(KEY_SCORE[0, k]) for k in keys] if weighed else None
             tables, slots = reserve_jit(tables, ints(keys), ints(tags), ints(newcomer) if weighed else None, keep=keep)
             same([slots], [ints(oracle.reserve(keys, tags, newcomer, keep))])
         else:
@@ -202,7 +208,7 @@ def test_the_four_events_of_the_paper():
 
 @pytest.mark.parametrize(
     ("rule", "evicted"),
-    [("lru", [1, 2, 0]), ("lfu", [1, 2, 0]), ("scored", np.argsort(KEY_SCORE[:3], kind="stable").tolist())],
+    [("lru", [1, 2, 0]), ("lfu", [1, 2, 0]), ("scored", np.argsort(KEY_SCORE[1, :3], kind="stable").tolist())],
 )
 def test_eviction_order_by_hand(rule, evicted):
     # Three slots hold experts 0, 1, 2, used in the order 1, 2, 0, 0 after loading.
@@ -234,7 +240,7 @@ def test_tags_may_lie_in_host_memory():
 
 
 def random_tables(rng, num_keys, num_slots, fill):
-    """A consistent state with all four kinds of slots, and tags of which half have come back."""
+    """A consistent state with all four kinds of slots, and tags of which half have come back, some given up."""
     state = rng.choice(4, num_slots, p=fill).astype(np.int32)
     keys = rng.permutation(num_keys)[:num_slots].astype(np.int32)
     key_of_slot = np.where(state == SlotState.EMPTY, -1, keys)
@@ -243,7 +249,7 @@ def random_tables(rng, num_keys, num_slots, fill):
     slot_of_key[key_of_slot[resident]] = np.flatnonzero(resident)
     tag = np.where(state == SlotState.FETCH, rng.integers(1, 1000, num_slots), 0).astype(np.int32)
     score = np.where(resident, rng.integers(-3, 3, num_slots), 0).astype(np.int32)
-    landed = np.where(rng.random(num_slots) < 0.5, tag, tag + 1).astype(np.int32)
+    landed = np.choose(rng.choice(3, num_slots, p=[0.5, 0.3, 0.2]), [tag, tag + 1, -tag]).astype(np.int32)
     tables = SlotTables(*(jnp.asarray(x) for x in (slot_of_key, key_of_slot, state, tag, score)))
     # Every third FETCH key is resident by now, where there is a slot for it.
     fetch, empty = np.flatnonzero(state == SlotState.FETCH)[::3], np.flatnonzero(state == SlotState.EMPTY)
@@ -268,7 +274,7 @@ def test_kernels_equal_the_reference(implementation, rule, engine):
     # Each size meets one rule with an engine and one without: a compilation each, so not the full product.
     layers, experts, slots, ids = SIZES[(RULES.index(rule) + engine) % len(SIZES)]
     rng = np.random.default_rng(slots)
-    key_score = rng.integers(-3, 3, layers * experts).astype(np.int32)
+    key_score = rng.integers(-3, 3, (2, layers * experts)).astype(np.int32)
     for trial in range(8):
         # Without an engine no slot is COMPUTE on entry.
         fill = [[0.2, 0.4, 0.2, 0.2], [0, 0.9, 0.05, 0.05]][trial % 2]
@@ -285,7 +291,7 @@ def test_kernels_equal_the_reference(implementation, rule, engine):
 def at_size(layers, experts, slots, ids, rule, engine, implementation):
     """The function and its arguments' shapes, for lowering."""
 
-    def call(tables, ids, layer, clock, key_score, landed):
+    def call(tables, ids, layer, clock, key_score, landed, tasks=None, progress=None):
         return slot_update(
             tables,
             ids,
@@ -295,6 +301,8 @@ def at_size(layers, experts, slots, ids, rule, engine, implementation):
             clock=clock,
             key_score=key_score,
             landed=landed,
+            open_slots=tasks,
+            progress=progress,
             implementation=implementation,
         )
 
@@ -303,7 +311,8 @@ def at_size(layers, experts, slots, ids, rule, engine, implementation):
 
     keys = layers * experts
     tables = SlotTables(shape(keys), *[shape(slots)] * 4)
-    return call, (tables, shape(ids), shape(), shape(), shape(keys), shape(slots) if engine else None)
+    engines = (shape(slots), shape(8)) if engine else (None,)
+    return call, (tables, shape(ids), shape(), shape(), shape(2, keys), *engines)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

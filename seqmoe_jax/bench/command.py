@@ -1,0 +1,128 @@
+"""`seqmoe bench`: real shapes, random or real weights, routing replayed from a trace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from seqmoe_jax.bench.settings import VARIANTS, settings_of
+from seqmoe_jax.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", nargs="?", default="qwen3-moe-24x32", help="a preset of configs/ (random weights), or a checkpoint")
+    add("--replay", metavar="T.npz", help="routing forced on the model; without it the model routes")
+    add("--split", help="sequences of this split of the trace alone, such as test")
+    add("--predictor", default="auto", metavar="auto|DIR|none", help="for policy seqmoe; 'auto': by the trace's model")
+    add("--residency", type=float, nargs="+", default=[1.0, 0.45, 0.25])
+    add("--policies", nargs="+", default=["lru", "evict", "dma"], choices=list(VARIANTS), metavar="NAME",
+        help=f"what to compare: {', '.join(VARIANTS)}")  # fmt: skip
+    add("--decode-kernels", action="store_true", help="kernels for attention, routing and projections too (CUDA)")
+    add("--batch", type=int, nargs="+", default=[1])
+    add("--steps", type=int, default=512, help="decode steps of each run (default: 512)")
+    add("--repeats", type=int, default=3, help="runs after the one that warms up (default: 3)")
+    add("--kernels", choices=["xla", "gpu", "tpu"])
+    add("--out", type=Path, metavar="FILE.json", help="written after every row")
+    add("--json", action="store_true", help="the result as JSON on standard output")
+
+
+def run(args: argparse.Namespace) -> int:
+    import jax
+
+    from seqmoe_jax.bench.measure import measure
+    from seqmoe_jax.bench.replayed import replay_of
+    from seqmoe_jax.compilation import enable_compilation_cache
+    from seqmoe_jax.loading import find_and_load_predictor, load_model, load_predictor, random_model
+    from seqmoe_jax.presets import preset_names, preset_path
+    from seqmoe_jax.traces.format import read_trace
+
+    enable_compilation_cache()
+    begun = time.perf_counter()
+    if args.model in preset_names():
+        model = random_model(preset_path(args.model), name=args.model)
+    else:
+        model, _ = load_model(args.model)
+    jax.block_until_ready(model.weights)
+    loaded_s = time.perf_counter() - begun
+    replay, trace = None, None
+    if args.replay:
+        trace = read_trace(args.replay)
+        if args.split:
+            trace = trace.select(args.split)
+        replay = replay_of(trace, model.spec, args.steps * (args.repeats + 1))
+    if args.predictor in ("auto", "none"):
+        trained_on = None if trace is None else trace.model
+        predictor = find_and_load_predictor(args.predictor, model, trained_on=trained_on)
+    else:  # of whatever model the routing is; its sizes are checked where it is used
+        predictor = load_predictor(Path(args.predictor), model.weights.embed)
+    settings = settings_of(args.policies, args.residency, args.batch)
+    if predictor is None:
+        without = [setting.name for setting in settings if setting.predicted]
+        if without:
+            raise ConfigError(f"{', '.join(sorted(set(without)))} need a predictor; give --predictor DIR")
+    result: dict[str, Any] = {
+        "model": args.model,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "replay": None if replay is None else {"steps": int(replay.ids.shape[0]), "split": args.split},
+        "predictor": None if predictor is None else predictor.name,
+        "expert_bytes": model.spec.expert_layout.block_bytes,
+        "experts_bytes": sum(pool.nbytes for pool in model.pools),
+        "load_s": round(loaded_s, 1),
+        "steps": args.steps,
+        "repeats": args.repeats,
+        "rows": [],
+    }
+    say = (
+        (lambda text: print(text, file=sys.stderr, flush=True)) if args.json else (lambda text: print(text, flush=True))
+    )
+    size = result["experts_bytes"] / 1e9
+    say(f"{args.model} on {result['device']}: {size:.1f} GB of experts, ready in {loaded_s:.1f} s")
+    say(HEADER)
+    full: dict[int, float] = {}
+    for setting in settings:
+        try:
+            row = measure(
+                model, setting, predictor=predictor, replay=replay, steps=args.steps, repeats=args.repeats,
+                implementation=args.kernels, decode_kernels=args.decode_kernels,
+            )  # fmt: skip
+        except Exception as error:  # one setting that fails leaves the others
+            row = {"name": setting.name, "residency": setting.residency, "batch": setting.batch, "error": repr(error)}
+            say(f"{setting.name:14} {setting.residency:5.2f}  failed: {error!r}"[:400])
+            result["rows"].append(row)
+            continue
+        if setting.name == "full":
+            full[setting.batch] = row["tokens_per_second"]
+        if setting.batch in full:
+            row["share_of_full_load"] = row["tokens_per_second"] / full[setting.batch]
+        result["rows"].append(row)
+        say(line(row))
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1))
+    if args.json:
+        print(json.dumps(result))
+    return 0
+
+
+HEADER = (
+    "name            resid.  batch    tok/s  (least-most)        share  hit rate  loads  awaited  ahead  MB/step"
+    "    RHO  s"
+)
+
+
+def line(row: dict[str, Any]) -> str:
+    low, high = row["spread"]
+    share = f"{row['share_of_full_load']:.3f}" if "share_of_full_load" in row else "-"
+    cost = f"{row['transfer_cost']:.2f}" if row["transfer_cost"] else "-"
+    return (
+        f"{row['name']:14} {row['residency']:7.3f} {row['batch']:6} {row['tokens_per_second']:8.1f}  "
+        f"({low:.1f}-{high:.1f}){'':4} {share:>6} {row['hit_rate']:9.4f} {row['loaded_per_step']:6.2f} "
+        f"{row['awaited_per_step']:8.2f} {row['prefetched_per_step']:6.2f} "
+        f"{row['bytes_per_step'] / 1e6:8.1f} {cost:>6} "
+        f"{row['seconds']:.0f}{'  FAULT ' + row['fault'] if row['fault'] else ''}"
+    )

@@ -1,0 +1,93 @@
+"""One setting of an engine, timed: warm-up, repeats, medians."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from seqmoe_jax.bench.settings import Setting
+from seqmoe_jax.decode import Replay
+from seqmoe_jax.engine import Model, Predictor, TokenEngine
+
+PROMPT = 128  # tokens
+
+
+def measure(
+    model: Model,
+    setting: Setting,
+    *,
+    predictor: Predictor | None,
+    replay: Replay | None,
+    steps: int,
+    repeats: int,
+    **options: Any,
+) -> dict[str, Any]:
+    """One row of the table; `options` are those of `TokenEngine`, for every setting. Times are of the decode phase; the
+    first generation warms programs and cache up.
+    """
+    rng = np.random.default_rng(0)
+    engine = TokenEngine(
+        model,
+        policy=setting.policy,
+        residency=setting.residency,
+        max_batch=setting.batch,
+        context=PROMPT + steps + 1,
+        predictor=predictor if setting.predicted else None,
+        replay=None if replay is None else jax.device_put(replay, model.weights.embed.device),
+        **options,
+        **setting.options,
+    )
+    runs, tokens, compile_s = [], [], 0.0
+    begun = time.perf_counter()
+    try:
+        for repeat in range(repeats + 1):
+            prompts = [rng.integers(0, model.spec.vocab, PROMPT).tolist() for _ in range(setting.batch)]
+            events = list(engine.run(prompts, max_new_tokens=steps + 1))
+            if repeat == 0:
+                tokens, compile_s = [event.token for event in events], engine.last_stats.compile_s
+                first = engine.last_stats
+            else:
+                runs.append(replace(engine.last_stats))
+        engine_fault = None if engine._transfers is None else engine._transfers.fault()
+        cost = getattr(engine._transfers, "transfer_cost", None)
+    finally:
+        engine.close()
+    runs = runs or [first]
+    memory = model.weights.embed.device.memory_stats() or {}
+
+    def median(read: Any) -> float:
+        return statistics.median(read(run) for run in runs)
+
+    per_sequence = [run.tokens_per_second / setting.batch for run in runs]
+    step_us = [1e6 / speed for speed in per_sequence]
+    return {
+        "name": setting.name,
+        "residency": round(engine.plan.residency, 4),
+        "slots": engine.plan.slots,
+        "batch": setting.batch,
+        "tokens_per_second": median(lambda run: run.tokens_per_second),
+        "spread": [min(run.tokens_per_second for run in runs), max(run.tokens_per_second for run in runs)],
+        "step_us": statistics.median(step_us),
+        "hit_rate": median(lambda run: run.hit_rate),
+        "loaded_per_step": median(lambda run: run.experts_loaded_decoding / steps),
+        "awaited_per_step": median(lambda run: run.experts_awaited / steps),
+        "prefetched_per_step": median(lambda run: run.experts_prefetched / steps),
+        "bytes_per_step": median(lambda run: run.bytes_moved_decoding / steps),
+        "transfers": runs[0].transfers,
+        "scheduler": setting.options.get("scheduler", "seqmoe") if setting.predicted else None,
+        "transfer_cost": cost,
+        "ttft_s": median(lambda run: run.ttft_s),
+        "kernels": runs[0].kernels,
+        "forecast": runs[0].forecast,
+        "compile_s": round(compile_s, 1),
+        "seconds": round(time.perf_counter() - begun, 1),
+        "peak_bytes": memory.get("peak_bytes_in_use"),
+        "planned_bytes": engine.plan.total,
+        "fault": engine_fault,
+        "first_tokens": tokens[:32],
+    }

@@ -1,0 +1,119 @@
+"""What every transfer engine does for the generation loop."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array, Shaped
+
+from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.experts.link import Link
+from seqmoe_jax.prefetch.plan import PlanConfig
+
+EngineName = Literal["auto", "none", "device_put", "callback", "dma"]
+ENGINES: dict[str, str] = {
+    "auto": "what measured best so far, which is none: see docs/benchmarks.md",
+    "none": "nothing is prefetched; a missing expert is loaded when its layer runs",
+    "device_put": "asynchronous jax.device_put into staging arrays; plans are read from the steps' outputs",
+    "callback": "the same, plans delivered by a JAX host callback from inside the step",
+    "dma": "copies straight into reserved slots on a stream of their own, while the step runs (CUDA)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine is made for."""
+
+    plan: PlanConfig
+    expert_bytes: int
+    slots: int
+    scheduler: str = "seqmoe"
+
+
+@dataclass(kw_only=True)
+class Moved:
+    """What an engine has done, in experts and bytes, since it was made."""
+
+    landed: int = 0
+    given_up: int = 0
+    late: int = 0
+    bytes: int = 0
+
+
+@runtime_checkable
+class TransferEngine(Protocol):
+    """One engine serves one slot cache. Its methods are called from the thread that dispatches steps."""
+
+    name: str
+    ahead: int  # plans are for the step so many steps on
+    run_ahead: int  # steps that may be dispatched before the oldest one's outputs are read
+
+    def link(self) -> Link:
+        """What the next step gets."""
+        ...
+
+    def tell(self, tasks: Any, clock: Any) -> None:
+        """The plans of a step whose outputs have arrived."""
+        ...
+
+    def start(self, blocks: Shaped[Array, "rows n"]) -> None:
+        """A request begins to decode with this slot array."""
+        ...
+
+    def check(self, blocks: Shaped[Array, "rows n"]) -> None:
+        """The slot array after a step was dispatched. Raises `RuntimeError` where it has moved."""
+        ...
+
+    def pause(self) -> None:
+        """Returns when nothing is under way and nothing will be until `start`."""
+        ...
+
+    def moved(self) -> Moved: ...
+
+    def fault(self) -> str | None:
+        """What went wrong, once; the tokens are right all the same."""
+        ...
+
+    def close(self) -> None:
+        """Ends the engine's thread."""
+        ...
+
+
+def check_engine(name: str) -> str:
+    """The engine named, or `ConfigError` with the names there are."""
+    if name not in ENGINES:
+        raise ConfigError(f"unknown transfer engine {name!r}: expected one of {', '.join(ENGINES)}")
+    return name
+
+
+def resolve_engine(name: str, backend: str) -> str:
+    """What "auto" means on this backend. Raises `ConfigError` for an engine that it does not have."""
+    check_engine(name)
+    if name == "auto":
+        return "none"
+    if name == "dma" and backend != "gpu":
+        raise ConfigError(f"the dma engine needs a CUDA GPU, this is {backend}; use device_put")
+    return name
+
+
+def typical_transfer_cost(expert_bytes: int) -> float:
+    """RHO before anything was measured: a PCIe 5 x16 link at 48 GB/s, a layer of 55 us (measured on an H200)."""
+    return max(expert_bytes / 48e9 / 55e-6, 0.1)
+
+
+def pinned(values: np.ndarray, device: jax.Device) -> tuple[Array, np.ndarray]:
+    """An array in host memory that device programs read and write in place, and the host's view of the same bytes."""
+    array = jax.device_put(values, SingleDeviceSharding(device, memory_kind="pinned_host"))
+    array.block_until_ready()
+    return array, host_view(array)
+
+
+def host_view(array: Array) -> np.ndarray:
+    """The bytes of an array in host memory, as they are, without a copy. Keep the array alive."""
+    memory = (ctypes.c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
+    return np.frombuffer(memory, array.dtype).reshape(array.shape)

@@ -1,0 +1,226 @@
+"""Prefetch behind XLA's back: copies from the pinned pool straight into reserved slots, on a stream of their own.
+
+The worker (`prefetch.worker`) reads plans and progress that the running step writes into host memory, and reports
+transfers by writing tags that the step's kernels read, so an expert can land in the middle of a step. XLA knows nothing
+of these writes: they go to slots in FETCH only, which no kernel reads, and the slot array must not move (`check`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Shaped
+
+from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.experts.engines.base import EngineConfig, Moved, pinned, typical_transfer_cost
+from seqmoe_jax.experts.link import Link
+from seqmoe_jax.prefetch.compiled import address_of
+from seqmoe_jax.prefetch.worker import SCHEDULERS, Calls, Control, Count, work
+
+log = logging.getLogger("seqmoe_jax")
+
+PART_BYTES = 1 << 20  # of an expert per copy: 20 us of a PCIe 5 x16 link, which runs at 47 of 54 GB/s so
+SLOWEST_PAUSE_S = 10.0
+RHO_STEPS = 64  # dispatches between two looks at the measured transfer cost
+
+
+class Dma:
+    """See the module. `calls` replaces the CUDA driver in tests."""
+
+    name = "dma"
+    ahead = 1
+    run_ahead = 4
+
+    def __init__(
+        self,
+        pools: tuple[Shaped[Array, "E n"], ...],
+        device: jax.Device,
+        config: EngineConfig,
+        *,
+        calls: Calls | None = None,
+    ):
+        self.config, self._pools, self._device = config, pools, device
+        plan = config.plan
+        self._driver = None if calls is not None else _Driver(device)
+        words = 5 * plan.tasks + 3
+        self._board, self._board_view = pinned(np.zeros(words, np.int32), device)
+        self._progress, self._progress_view = pinned(np.full(16, -1, np.int32), device)
+        self._landed, self._landed_view = pinned(np.zeros(config.slots, np.int32), device)
+        self._control = np.zeros(len(Control), np.int64)
+        self._counts = np.zeros(len(Count), np.int64)
+        # Corrected as soon as there is something to measure.
+        self._rho_value = typical_transfer_cost(config.expert_bytes)
+        self._rates = np.array([self._rho_value * 55e3, 55e3])
+        self._budget = np.full(2, 1 / self._rho_value)
+        self._rho = jax.device_put(np.float32(self._rho_value), device)
+        self._pool_addresses = np.array([pool.unsafe_buffer_pointer() for pool in pools], np.int64)
+        self._address, self._dispatched, self._fault = 0, 0, None
+        self._functions = (calls if self._driver is None else self._driver.calls).addresses()
+        self._thread: threading.Thread | None = None
+        # Called once to no effect, so that it is compiled before anybody waits for it.
+        self._control[Control.STOP] = self._control[Control.PAUSE] = 1
+        work(*self._arguments(0))
+
+    def link(self) -> Link:
+        self._dispatched += 1
+        if self._dispatched % RHO_STEPS == 0:
+            self._follow()
+        return Link(transfer_layers=self._rho, landed=self._landed, progress=self._progress, board=self._board)
+
+    def tell(self, tasks: Any, clock: Any) -> None:
+        pass  # the step has told already
+
+    def start(self, blocks: Shaped[Array, "rows n"]) -> None:
+        address = blocks.unsafe_buffer_pointer()
+        if self._thread is None or address != self._address:
+            self._launch(address)
+        self._landed_view[:] = 0
+        self._control[Control.IDLE] = 0
+        self._control[Control.PAUSE] = 0
+
+    def check(self, blocks: Shaped[Array, "rows n"]) -> None:
+        if blocks.unsafe_buffer_pointer() != self._address:
+            self._control[Control.STOP] = 1
+            raise RuntimeError(
+                "the slot cache has moved in device memory while transfers into it were under way; "
+                "its contents cannot be trusted: load the model again, with another transfer engine"
+            )
+
+    def pause(self) -> None:
+        if not self._alive():
+            return
+        self._control[Control.PAUSE] = 1
+        begun = time.perf_counter()
+        while not self._control[Control.IDLE]:
+            if not self._alive():
+                break
+            if time.perf_counter() - begun > SLOWEST_PAUSE_S:
+                raise RuntimeError(f"the transfer worker did not come to rest within {SLOWEST_PAUSE_S:.0f} s")
+            time.sleep(20e-6)
+        if self._driver is not None:
+            self._driver.synchronize()
+
+    def moved(self) -> Moved:
+        counts = self._counts
+        return Moved(
+            landed=int(counts[Count.LANDED]), given_up=int(counts[Count.GIVEN_UP]),
+            late=int(counts[Count.LATE]), bytes=int(counts[Count.BYTES]),
+        )  # fmt: skip
+
+    def fault(self) -> str | None:
+        fault, self._fault = self._fault, None
+        return fault
+
+    def close(self) -> None:
+        self._control[Control.STOP] = 1
+        if self._thread is not None:
+            self._thread.join(timeout=SLOWEST_PAUSE_S)
+        if self._driver is not None:
+            self._driver.close()
+
+    def kill(self) -> None:
+        """Ends the worker at once, whatever is under way; for tests. The step must go on without it."""
+        self._control[Control.STOP] = 1
+
+    @property
+    def control(self) -> np.ndarray:
+        """The worker's control words; tests inject faults here."""
+        return self._control
+
+    @property
+    def transfer_cost(self) -> float:
+        """RHO as measured: the time of a transfer over that of a layer."""
+        return float(self._rates[0] / self._rates[1])
+
+    def _alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _follow(self) -> None:
+        """Gives the step a new RHO where it has changed much; notices a worker that has died."""
+        if abs(self.transfer_cost / self._rho_value - 1) > 0.15:
+            self._rho_value = self.transfer_cost
+            self._rho = jax.device_put(np.float32(self._rho_value), self._device)
+        if not self._alive() and not self._control[Control.PAUSE] and self._fault is None:
+            self._fault = f"the transfer worker has stopped (status {self._counts[Count.FAILED]}); loading on demand"
+            log.warning(self._fault)
+            self._landed_view[:] = 0  # nobody is to wait for what was under way
+            self._control[Control.PAUSE] = 1
+
+    def _arguments(self, address: int) -> tuple[Any, ...]:
+        plan, driver = self.config.plan, self._driver
+        sizes = np.array([plan.tasks, plan.experts, self.config.expert_bytes, PART_BYTES, plan.layers], np.int64)
+        stream, events = (0, np.zeros(2, np.int64)) if driver is None else (driver.stream, driver.events)
+        return (
+            self._board_view, self._progress_view, self._landed_view, self._control, self._counts, self._rates,
+            self._budget, self._pool_addresses, np.int64(address), sizes, np.int64(stream), events,
+            np.int64(SCHEDULERS[self.config.scheduler]), self._functions,
+        )  # fmt: skip
+
+    def _launch(self, address: int) -> None:
+        if self._alive():
+            self._control[Control.STOP] = 1
+            self._thread.join()
+        self._address = address
+        self._control[Control.STOP] = 0
+        arguments = self._arguments(address)
+
+        def run() -> None:
+            if self._driver is not None:
+                self._driver.enter()
+            work(*arguments)
+
+        self._thread = threading.Thread(target=run, name="seqmoe-dma", daemon=True)
+        self._thread.start()
+
+
+class _Driver:
+    """The few calls of the CUDA driver that the worker makes, by ctypes: no toolkit is needed."""
+
+    def __init__(self, device: jax.Device):
+        try:
+            cuda = self._cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise ConfigError(f"the dma engine needs the CUDA driver: {error}; use device_put") from error
+        handle = ctypes.c_void_p
+        self._context = handle()
+        ordinal = getattr(device, "local_hardware_id", None) or 0
+        self._ordinal = ordinal
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), ordinal)
+        self.enter()
+        stream = handle()
+        self._call("cuStreamCreate", ctypes.byref(stream), 1)  # 1: does not wait for the default stream
+        self.stream = int(stream.value or 0)
+        events = []
+        for _ in range(2):
+            event = handle()
+            self._call("cuEventCreate", ctypes.byref(event), 2)  # 2: without timing
+            events.append(int(event.value or 0))
+        self.events = np.array(events, np.int64)
+        names = ("cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuEventQuery")
+        copy, record, query = (address_of(getattr(cuda, name)) for name in names)
+        self.calls = Calls(copy=copy, record=record, query=query)
+
+    def enter(self) -> None:
+        """Makes JAX's context that of the calling thread."""
+        self._call("cuCtxSetCurrent", self._context)
+
+    def synchronize(self) -> None:
+        self.enter()
+        self._call("cuStreamSynchronize", ctypes.c_void_p(self.stream))
+
+    def close(self) -> None:
+        self._call("cuStreamDestroy_v2", ctypes.c_void_p(self.stream))
+        for event in self.events:
+            self._call("cuEventDestroy_v2", ctypes.c_void_p(int(event)))
+        self._call("cuDevicePrimaryCtxRelease_v2", self._ordinal)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._cuda, name)(*arguments)
+        if status != 0:
+            raise ConfigError(f"the dma engine cannot work here: {name} failed with status {status}; use device_put")

@@ -1,0 +1,128 @@
+"""Prefetching changes when an expert arrives, never a token: every engine, with and without faults."""
+
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from seqmoe_jax.engine import Predictor, TokenEngine
+from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.experts.slots import SlotState, check_invariants
+from seqmoe_jax.testing import tiny_model
+
+nnx = pytest.importorskip("flax.nnx")
+
+NEW = 60
+PROMPTS = [[1, 2, 3], list(range(40, 54))]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def predictor():
+    from seqmoe_jax.forecast.config import PredictorConfig
+    from seqmoe_jax.forecast.predictor import Predictor as Module
+
+    config = PredictorConfig(
+        model="tiny", layers=2, experts=8, active=2, width=32, head=16, columns=8, blocks=1, echo=16,
+        vocabulary=256, token_rows=70, token_width=8, refine_width=16,
+    )  # fmt: skip
+    weights = Module(config, rngs=nnx.Rngs(0)).weights() | {"token_table": jnp.arange(256) % 60}
+    return Predictor(config=config, weights=weights, name="untrained")
+
+
+def generate(engine, prompts):
+    tokens = [[] for _ in prompts]
+    for event in engine.run(prompts, max_new_tokens=NEW):
+        tokens[event.sequence].append(event.token)
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def full_load(model):
+    engine = TokenEngine(model, policy="full", max_batch=2)
+    return {"single": generate(engine, PROMPTS[:1]), "batch": generate(engine, PROMPTS)}
+
+
+@pytest.fixture(scope="module", params=["none", "device_put", "callback"])
+def engine(request, model, predictor):
+    engine = TokenEngine(
+        model, residency=0.7, predictor=predictor, transfers=request.param, max_batch=2, tasks=3, threshold=0.01
+    )
+    yield engine
+    engine.close()
+
+
+def test_tokens_are_those_of_full_load(engine, full_load):
+    for _ in range(2):
+        assert generate(engine, PROMPTS[:1]) == full_load["single"]
+        stats = engine.last_stats
+        assert stats.hit_rate < 1
+        assert stats.forecast == "untrained"
+    assert generate(engine, PROMPTS) == full_load["batch"]
+    if engine.transfers_name != "none":
+        moved = engine._transfers.moved()
+        assert moved.landed > 0
+        assert moved.bytes >= moved.landed * engine.config.layout.block_bytes
+
+
+def test_nothing_is_left_under_way_after_a_request(engine):
+    generate(engine, PROMPTS[:1])
+    engine._begin(1)
+    tables = engine._offload.cache.tables
+    check_invariants(tables)
+    assert not np.isin(np.asarray(tables.state), [SlotState.FETCH, SlotState.COMPUTE]).any()
+
+
+def test_faults_of_the_link_cost_no_token(engine, full_load):
+    transfers = engine._transfers
+    if transfers is None:
+        pytest.skip("moves nothing")
+    transfers.drop_every, transfers.delay_s = 3, 0.002
+    assert generate(engine, PROMPTS[:1]) == full_load["single"]
+    transfers.drop_every, transfers.delay_s = 0, 0.0
+
+
+def test_a_worker_that_dies_costs_no_token_and_is_reported(model, predictor, full_load):
+    engine = TokenEngine(
+        model, residency=0.7, predictor=predictor, transfers="device_put", max_batch=2, tasks=3, threshold=0.01
+    )
+    run = engine.run(PROMPTS[:1], max_new_tokens=NEW)
+    tokens = [next(run).token for _ in range(5)]
+    engine._transfers._rows = None  # the next transfer fails
+    tokens += [event.token for event in run]
+    assert [tokens] == full_load["single"]
+    begun = time.perf_counter()
+    while (fault := engine._transfers.fault()) is None and time.perf_counter() - begun < 5:
+        time.sleep(0.01)
+    assert "stopped" in fault
+    assert generate(engine, PROMPTS[:1]) == full_load["single"]
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(transfers="warp"), "expected one of auto, none, device_put, callback, dma"),
+        (dict(transfers="device_put"), "need policy seqmoe and a predictor"),
+        (dict(transfers="device_put", policy="lru"), "need policy seqmoe and a predictor"),
+    ],
+)
+def test_an_engine_that_cannot_work_is_refused(model, options, message):
+    with pytest.raises(ConfigError, match=message):
+        TokenEngine(model, residency=0.5, **options)
+
+
+def test_dma_is_refused_without_a_gpu(model, predictor):
+    with pytest.raises(ConfigError, match="needs a CUDA GPU, this is cpu"):
+        TokenEngine(model, residency=0.5, predictor=predictor, transfers="dma")
+
+
+def test_a_predictor_of_another_shape_is_refused(model, predictor):
+    other = tiny_model(num_experts=4)
+    with pytest.raises(Exception, match="L=2, E=8, K=2"):
+        TokenEngine(other, residency=0.5, predictor=predictor)
