@@ -7,7 +7,7 @@ the order of sums. Shapes as in `block`, with T = 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -94,8 +94,12 @@ def mix(
 ) -> tuple[Float[Array, "B 1 *S H"], State]:
     """`block.mix` of one position per sequence."""
     mixer, residual = layer.mixer, layer.residual
-    plain = kernels.attention != "gpu" or not isinstance(residual, Add)
-    if plain or not isinstance(mixer, GQA) or heads_of(mixer).unfit:
+    if (
+        kernels.attention != "gpu"
+        or not isinstance(residual, Add)
+        or not isinstance(mixer, GQA)
+        or heads_of(mixer).unfit
+    ):
         return block.mix(x, state, positions, active[:, None], weights, layer)
     from pallas_kernels.decode_attention.gpu import decode_attention  # Pallas is slow to import
 
@@ -149,7 +153,7 @@ def route(
         interpret=kernels.interpret,
     )  # fmt: skip
     ids, shares = router_choice(
-        logits, active, top_k=router.top_k, score=router.score, bias=w.bias, correction=w.correction,
+        logits, active, top_k=router.top_k, score=cast(Score, router.score), bias=w.bias, correction=w.correction,
         normalize=router.normalize, eps=router.eps, scale=router.scale,
         rounded_to=x.dtype if router.rounded else None, interpret=kernels.interpret,
     )  # fmt: skip
