@@ -22,8 +22,9 @@ from seqmoe_jax.loading import load_model
 
 
 @partial(jax.jit, static_argnames="config", donate_argnums=(0, 1))
-def step_with_logits(sequences, offload, weights, pools, sampling, end_tokens, *, config):
-    """A decode step that also gives its logits."""
+def step_with_logits(sequences, offload, weights, pools, sampling, end_tokens, *unused, config):
+    """A decode step that also gives its logits. Not used: what engines and predictors need, None here."""
+    assert not any(unused)
     logits, sequences, offload, counts = forward(sequences, offload, weights, pools, config=config)
     sequences, token, end = choose(logits, sequences, sampling, end_tokens, sequences.position + 1, config)
     return sequences, offload, StepOutput.pack(token, end, counts), logits
@@ -78,6 +79,19 @@ def test_tokens_at_full_load_are_those_of_transformers(case):
     engine = TokenEngine(model, policy="full")
     assert generate(engine) == reference.tokens[len(PROMPT) :]
     assert engine.last_stats.hit_rate == 1
+
+
+@pytest.mark.slow  # programs of another batch
+@pytest.mark.parametrize("case", ["gpt_oss-mxfp4", "mixtral"], indirect=True)
+def test_sequences_of_different_lengths_cross_the_window_together(case):
+    model, reference = case
+    engine = TokenEngine(model, policy="lru", residency=0.8, max_batch=2)
+    tokens = [[], []]
+    for event in engine.run([PROMPT[:7], PROMPT], max_new_tokens=NEW):
+        tokens[event.sequence].append(event.token)
+    assert tokens[1] == reference.tokens[len(PROMPT) :]
+    alone = TokenEngine(model, policy="lru", residency=0.8)
+    assert tokens[0] == [event.token for event in alone.run([PROMPT[:7]], max_new_tokens=NEW)]
 
 
 def test_the_published_layout_of_qwen3_5_gives_the_same_weights(tmp_path, caplog):
