@@ -269,7 +269,7 @@ def load(
         implementation=kernels,
         predictor=find_and_load_predictor(predictor, loaded) if policy == "seqmoe" else None,
         transfers=transfers,
-        **({"announce": _say} if shown else {}),
+        announce=_say if shown else None,
     )
     return Engine(engine, tokenizer, ends, chat=chat, defaults=defaults)
 

@@ -204,6 +204,8 @@ def _layers(
         else:
             moe_index = len(routing)
             if config.predictor is not None and moe_index == config.trigger:
+                assert predictor is not None
+                assert offload.predictor is not None
                 with jax.named_scope("refine"):
                     again = forecaster.refine(config.predictor, predictor, offload.predictor, known(), active)
                     forecast = offload.forecast.at[0, moe_index * experts :].set(
@@ -212,7 +214,7 @@ def _layers(
                     cache = rescore(cache, forecaster.worth(forecast), moe_index * experts)
                     if config.plans == 2:
                         cache = planner.plan(cache, again, base, moe_index)
-                        if transfers is not None:
+                        if transfers is not None and planner.open_slots is not None:
                             transfers = transfers._replace(open_slots=planner.open_slots)
             with jax.named_scope(f"layer{index}/moe"):
                 normed, mixing, ids, expert_weights = fused.route(x, sequences.token, active, w, layer, config.kernels)
@@ -288,6 +290,8 @@ def step(
     forecast, cache = offload.forecast, offload.cache
     probability = None
     if config.predictor is not None:
+        assert predictor is not None
+        assert offload.predictor is not None
         with jax.named_scope("forecast"):
             coming = sequences.token
             if replay is not None:

@@ -178,7 +178,7 @@ class TokenEngine:
         refine: bool = True,
         replay: Replay | None = None,
         decode_kernels: bool = False,
-        announce: Callable[[str], None] = log.info,
+        announce: Callable[[str], None] | None = None,
     ):
         """`residency` or `device_memory` (bytes) decides the slots; neither means as many as fit.
 
@@ -190,7 +190,7 @@ class TokenEngine:
         `vocab`: the tokenizer's; ids beyond it are never generated. Default: every row of the output head may be.
         Raises `ResidencyError` or `ConfigError` where that cannot work.
         """
-        self.model, self.policy, self.announce = model, check_policy(policy), announce
+        self.model, self.policy, self.announce = model, check_policy(policy), announce or log.info
         spec = model.spec
         self.context = min(context or DEFAULT_CONTEXT, spec.context)
         self.dtype = model.weights.embed.dtype

@@ -91,7 +91,7 @@ def _kernel(
             wide = [piece.astype(jnp.float32) for piece in pieces]
             mean_square = jnp.sum(_add_up([piece * piece for piece in wide])) / width
             pieces = [
-                norm.scaled(piece, mean_square, factor, x_ref.dtype)
+                norm.scaled(piece, mean_square, factor, x_ref.dtype)  # type: ignore[arg-type]  # there is a norm
                 for piece, factor in zip(wide, factors, strict=True)
             ]
 

@@ -79,8 +79,14 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...],
     inputs = 8 + len(optional)
     slot_of_key, key_of_slot, state, tag, score, ids_ref, first_key_ref, clock_ref = refs[:8]
     given = dict(zip(optional, refs[8:inputs], strict=True))
-    scores_ref, landed_ref, progress_ref = (given.get(name) for name in ("scores", "landed", "progress"))
-    open_ref = given.get("open")
+    # `Any`: which are there is known from the arguments, and not to a type checker.
+    scores_ref: Any
+    landed_ref: Any
+    progress_ref: Any
+    open_ref: Any
+    scores_ref, landed_ref, progress_ref, open_ref = (
+        given.get(name) for name in ("scores", "landed", "progress", "open")
+    )
     engine = landed_ref is not None
     new_slot_of_key, new_key_of_slot, new_state, new_tag, new_score, *outputs = refs[inputs:]
     slots_of_ids_ref, miss_expert_ref, miss_slot_ref, counts_ref = outputs
@@ -201,17 +207,11 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...],
                 new_state[slot] = jnp.int32(SlotState.USED)
                 new_score[slot] = used_score(key)
 
-            if engine and rule == "lfu":
+            if engine and rule != "lru":  # under lru a landed expert has the clock for its score already
 
                 @pl.when(~is_miss)
-                def _() -> None:
-                    new_score[landing] = jnp.int32(2)  # landed, then hit
-
-            if engine and scores_ref is not None:
-
-                @pl.when(~is_miss)
-                def _() -> None:
-                    new_score[landing] = used_score(key)
+                def _() -> None:  # landed, then hit
+                    new_score[landing] = used_score(key) if scores_ref is not None else jnp.int32(2)
 
             settled = is_miss & ~protected  # a miss, served or not
             given = jnp.where(is_miss, jnp.where(exists, slot, -1), landing)

@@ -30,7 +30,7 @@ def measure(
     """One row of the table; `options` are those of `TokenEngine`, for every setting. Times are of the decode phase; the
     first generation warms programs and cache up.
     """
-    rng = np.random.default_rng(0)
+    rng, device = np.random.default_rng(0), next(iter(model.weights.embed.devices()))
     engine = TokenEngine(
         model,
         policy=setting.policy,
@@ -38,7 +38,7 @@ def measure(
         max_batch=setting.batch,
         context=PROMPT + steps + 1,
         predictor=predictor if setting.predicted else None,
-        replay=None if replay is None else jax.device_put(replay, model.weights.embed.device),
+        replay=None if replay is None else jax.device_put(replay, device),
         **options,
         **setting.options,
     )
@@ -58,7 +58,7 @@ def measure(
     finally:
         engine.close()
     runs = runs or [first]
-    memory = model.weights.embed.device.memory_stats() or {}
+    memory = device.memory_stats() or {}
 
     def median(read: Any) -> float:
         return statistics.median(read(run) for run in runs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int32
 
@@ -34,7 +35,8 @@ def replay_of(trace: Trace, spec: ModelSpec, steps: int, *, least: int = LONG) -
     if (layers, experts, active) != (trace.layers, trace.num_experts, trace.active):
         ids, weights = _stretch(ids, weights, trace.num_experts, layers, experts, active)
     steps = min(steps, ids.shape[0])
-    return Replay(ids=ids[:steps], weights=weights[:steps], tokens=long.tok[:steps].astype(np.int32))
+    arrays = ids[:steps], weights[:steps], long.tok[:steps].astype(np.int32)
+    return Replay(*map(jnp.asarray, arrays))
 
 
 def _stretch(

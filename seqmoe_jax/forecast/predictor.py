@@ -127,6 +127,7 @@ def embed(config: PredictorConfig, w: dict[str, Any], inputs: Inputs, dtype: Any
     """The residual stream that the first block reads."""
     x = _routing(config, inputs.features, dtype) @ w["in_proj"].astype(dtype) + w["in_bias"].astype(dtype)
     if config.uses_token:
+        assert inputs.rows is not None
         x = x + _token_rows(w["token_embed"].astype(dtype), inputs.rows) @ w["token_proj"].astype(dtype)
     if config.uses_echo and inputs.echo is not None:
         found = (inputs.echo.max(-1, keepdims=True) > 0).astype(dtype)

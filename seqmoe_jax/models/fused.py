@@ -121,6 +121,7 @@ def mix(
     if mixer.gate:
         out = out * jax.nn.sigmoid(qkv[:, (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim :])
     if projecting:
+        assert isinstance(residual, Add)
         flat, _ = matvec(
             out, w.o, bias=w.o_bias, residual=flat, residual_scale=residual.scale, interpret=kernels.interpret
         )
@@ -152,6 +153,7 @@ def route(
         x[:, 0], w.weight, norm=layer.norm, norm_weight=weights.post_norm, dtype=jnp.dtype(jnp.float32),
         interpret=kernels.interpret,
     )  # fmt: skip
+    assert router.score != "sqrt-softplus"  # `_routable` has seen to it
     ids, shares = router_choice(
         logits, active, top_k=router.top_k, score=cast(Score, router.score), bias=w.bias, correction=w.correction,
         normalize=router.normalize, eps=router.eps, scale=router.scale,

@@ -116,4 +116,4 @@ def pinned(values: np.ndarray, device: jax.Device) -> tuple[Array, np.ndarray]:
 def host_view(array: Array) -> np.ndarray:
     """The bytes of an array in host memory, as they are, without a copy. Keep the array alive."""
     memory = (ctypes.c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
-    return np.frombuffer(memory, array.dtype).reshape(array.shape)
+    return np.ctypeslib.as_array(memory).view(array.dtype).reshape(array.shape)

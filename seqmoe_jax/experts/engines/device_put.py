@@ -56,7 +56,8 @@ class DevicePut:
         self._answered: dict[int, None] = {}
         self._condition = threading.Condition()
         self._running, self._busy, self._closed = False, False, False
-        self._moved, self._fault = Moved(), None
+        self._moved = Moved()
+        self._fault: str | None = None
         # Faults for tests, as the `dma` worker has them: give up every n-th, sleep before each.
         self.drop_every, self.delay_s = 0, 0.0
         self.channel = open_channel(self.enqueue) if callback else None

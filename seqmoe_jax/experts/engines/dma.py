@@ -48,6 +48,7 @@ class Dma:
         self.config, self._pools, self._device = config, pools, device
         plan = config.plan
         self._driver = None if calls is not None else _Driver(device)
+        self._functions = (calls or self._driver.calls).addresses()  # type: ignore[union-attr]  # one of them is there
         words = 5 * plan.tasks + 3
         self._board, self._board_view = pinned(np.zeros(words, np.int32), device)
         self._progress, self._progress_view = pinned(np.full(16, -1, np.int32), device)
@@ -60,8 +61,8 @@ class Dma:
         self._budget = np.full(2, 1 / self._rho_value)
         self._rho = jax.device_put(np.float32(self._rho_value), device)
         self._pool_addresses = np.array([pool.unsafe_buffer_pointer() for pool in pools], np.int64)
-        self._address, self._dispatched, self._fault = 0, 0, None
-        self._functions = (calls if self._driver is None else self._driver.calls).addresses()
+        self._address, self._dispatched = 0, 0
+        self._fault: str | None = None
         self._thread: threading.Thread | None = None
         # Called once to no effect, so that it is compiled before anybody waits for it.
         self._control[Control.STOP] = self._control[Control.PAUSE] = 1
@@ -163,7 +164,7 @@ class Dma:
         )  # fmt: skip
 
     def _launch(self, address: int) -> None:
-        if self._alive():
+        if self._thread is not None:
             self._control[Control.STOP] = 1
             self._thread.join()
         self._address = address

@@ -1,0 +1,68 @@
+"""Benchmarks run on a CPU too: what they force is what runs, and every row adds up."""
+
+import json
+
+import numpy as np
+import pytest
+
+from seqmoe_jax.bench.replayed import replay_of
+from seqmoe_jax.cli import main
+from seqmoe_jax.errors import TraceError
+from seqmoe_jax.models.families import spec_from_config
+from seqmoe_jax.testing import tiny_config
+from seqmoe_jax.traces.format import read_trace
+
+TRACE = "tests/data/gptoss20b_excerpt.npz"
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return read_trace(TRACE)
+
+
+def spec(**changes):
+    return spec_from_config(tiny_config(mlp_only_layers=[], **changes))
+
+
+def test_a_model_of_the_traces_shape_gets_the_trace_itself(trace):
+    same = spec(num_hidden_layers=trace.layers, num_experts=trace.num_experts, num_experts_per_tok=trace.active)
+    replay = replay_of(trace, same, 20, least=1)
+    np.testing.assert_array_equal(replay.ids, trace.ids[:20])
+    np.testing.assert_array_equal(replay.tokens, trace.tok[:20])
+    np.testing.assert_allclose(replay.weights.sum(-1), 1, atol=1e-6)
+
+
+def test_routing_is_stretched_to_more_layers_and_experts(trace):
+    larger = spec(num_hidden_layers=2 * trace.layers, num_experts=128, num_experts_per_tok=8)
+    replay = replay_of(trace, larger, 30, least=1)
+    assert replay.ids.shape == (30, 2 * trace.layers, 8)
+    assert 0 <= int(replay.ids.min()) <= int(replay.ids.max()) < 128
+    # No expert twice in a layer; every group of the trace's E is used.
+    assert all(len(set(row)) == 8 for row in np.asarray(replay.ids).reshape(-1, 8).tolist())
+    assert set(np.unique(np.asarray(replay.ids) // trace.num_experts)) == {0, 1, 2, 3}
+    np.testing.assert_allclose(replay.weights.sum(-1), 1, atol=1e-6)
+
+
+def test_what_cannot_be_stretched_is_refused(trace):
+    with pytest.raises(TraceError, match="a multiple of 4 active and at least 64 experts"):
+        replay_of(trace, spec(num_experts=48, num_experts_per_tok=8), 10, least=1)
+    with pytest.raises(TraceError, match="no sequence of the trace has"):
+        replay_of(trace, spec(), 10, least=10**6)
+
+
+def test_the_command_reports_every_setting(capsys):
+    arguments = ["bench", "demo", "--residency", "1", "0.3", "--policies", "lru", "history", "--predictor", "none"]
+    assert main([*arguments, "--steps", "6", "--repeats", "1", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    full, lru, history = result["rows"]
+    assert (full["name"], lru["name"], history["name"]) == ("full", "lru", "history")
+    assert full["hit_rate"] == 1
+    assert lru["hit_rate"] < 1
+    assert full["first_tokens"] == lru["first_tokens"] == history["first_tokens"]
+    assert lru["bytes_per_step"] == pytest.approx(lru["loaded_per_step"] * result["expert_bytes"])
+    assert lru["share_of_full_load"] == pytest.approx(lru["tokens_per_second"] / full["tokens_per_second"])
+
+
+def test_a_setting_that_needs_a_predictor_says_so(capsys):
+    assert main(["bench", "demo", "--predictor", "none", "--policies", "evict", "--residency", "0.5"]) == 2
+    assert "evict need a predictor" in capsys.readouterr().err
