@@ -74,6 +74,7 @@ def test_sampled_tokens_do_not_depend_on_residency(model, full_load):
     assert generate(engine, PROMPTS[:1], sampling=SamplingConfig(temperature=1.0, seed=6)) != full_load["sampled"]
 
 
+@pytest.mark.slow  # the families' parity tests cross chunks in every run
 def test_a_prompt_of_several_chunks_has_the_tokens_of_full_load(model, monkeypatch):
     monkeypatch.setattr("seqmoe_jax.prefill.CHUNK", 32)
     prompt = [(7 * i) % 250 for i in range(75)]
@@ -84,6 +85,7 @@ def test_a_prompt_of_several_chunks_has_the_tokens_of_full_load(model, monkeypat
     assert results[0] == results[1]
 
 
+@pytest.mark.slow  # the families' parity tests cross chunks in every run
 def test_a_chunked_prompt_continues_like_a_whole_one(model, monkeypatch):
     prompt = list(range(40, 70))
     whole = generate(TokenEngine(model, policy="lru", residency=0.5), [prompt])
