@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 from pallas_kernels.backend import Implementation
 from seqmoe_jax.checkpoints.resolve import read_config
 from seqmoe_jax.compilation import enable_compilation_cache
-from seqmoe_jax.engine import Stats, TokenEngine
+from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import ConfigError, PromptError
 from seqmoe_jax.experts.policy import Policy
 from seqmoe_jax.generation import Request, Run
@@ -19,6 +19,7 @@ from seqmoe_jax.loading import find_and_load_predictor, load_model, random_model
 from seqmoe_jax.planning import Residency, parse_bytes
 from seqmoe_jax.presets import preset_path
 from seqmoe_jax.sampling import SamplingConfig
+from seqmoe_jax.stats import Stats
 from seqmoe_jax.text import (
     ByteTokenizer,
     Chat,

@@ -14,7 +14,7 @@ from seqmoe_jax.errors import ConfigError, SeqMoEError
 
 if TYPE_CHECKING:
     from seqmoe_jax.api import Engine
-    from seqmoe_jax.engine import Stats
+    from seqmoe_jax.stats import Stats
 
 
 def build_parser() -> argparse.ArgumentParser:

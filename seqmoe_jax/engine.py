@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -60,6 +60,7 @@ from seqmoe_jax.planning import DEFAULT_CONTEXT, MAX_BATCH, Plan, Residency, kv_
 from seqmoe_jax.prefetch.plan import PlanConfig, settle_jit
 from seqmoe_jax.prefill import Routing, bucket, chunk_length, embed_chunk, first_token, keep_last, layer_chunk
 from seqmoe_jax.sampling import SamplingConfig, SamplingParams
+from seqmoe_jax.stats import Counts, Stats
 
 log = logging.getLogger("seqmoe_jax")
 
@@ -98,58 +99,6 @@ class TokenEvent:
     sequence: int
     token: int
     end: int
-
-
-@dataclass(kw_only=True)
-class Stats:
-    """What a generation did. Rates are of the decode phase; counts and bytes are of the whole call, prefill included.
-
-    `hit_rate`: distinct experts found resident / distinct experts routed, over layers and decode steps.
-    `experts_awaited`: of those not resident, the ones whose prefetch was under way and was waited for.
-    `experts_loaded`: loaded on demand. `experts_prefetched`: landed ahead of their use, used or not.
-    `bytes_moved`: all of these, and the parts of transfers that were given up. `..._decoding`: without the prompt's.
-    `forecast`: what policy seqmoe scores experts by: a predictor's name, "history" (discounted frequency of use), or
-    "none" for other policies. `transfers`: the engine that prefetches, or "none".
-    """
-
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    tokens_per_second: float = 0.0
-    ttft_s: float = 0.0
-    compile_s: float = 0.0
-    hit_rate: float = 0.0
-    prefill_hit_rate: float = 0.0
-    experts_routed: int = 0
-    experts_loaded: int = 0
-    experts_awaited: int = 0
-    experts_prefetched: int = 0
-    experts_loaded_decoding: int = 0
-    bytes_moved: int = 0
-    bytes_moved_decoding: int = 0
-    residency: float = 0.0
-    slots: int = 0
-    policy: str = ""
-    forecast: str = "none"
-    transfers: str = "none"
-    backend: str = ""
-    kernels: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-class _Counts:
-    """Routed, hits and misses of one phase, summed on the host where they cannot overflow."""
-
-    def __init__(self) -> None:
-        self.total = np.zeros(3, np.int64)
-
-    def add(self, counts: np.ndarray) -> None:
-        self.total += counts
-
-    @property
-    def hit_rate(self) -> float:
-        return float(self.total[HITS] / self.total[ROUTED]) if self.total[ROUTED] else 1.0
 
 
 class TokenEngine:
@@ -386,8 +335,7 @@ class TokenEngine:
         params = jax.device_put(SamplingParams.of(sampling, batch), self.device)
         ends = jax.device_put(np.array(list(end_tokens) or [-1], np.int32), self.device)
         config = self._step_config(sampling[0].greedy)
-        self._begin(batch)
-        prefill, decode = _Counts(), _Counts()
+        prefill, decode = Counts(), Counts()
         stats = self.last_stats = Stats(
             prompt_tokens=sum(map(len, prompts)),
             residency=self.plan.residency,
@@ -418,7 +366,7 @@ class TokenEngine:
         sequences, first = self._prefill(prompts, batch, capacity, max_new_tokens, params, ends, config)
         alive = [True] * count
 
-        def events(output: StepOutput, counts: _Counts) -> Iterator[TokenEvent]:
+        def events(output: StepOutput, counts: Counts) -> Iterator[TokenEvent]:
             values = np.asarray(output.packed)
             counts.add(values[2 * batch :])
             for index in range(count):
@@ -485,7 +433,7 @@ class TokenEngine:
         )
 
     def _begin(self, batch: int) -> None:
-        """A request begins: nothing is under way any more, and the predictor has seen nothing of it."""
+        """Prompts begin: no task is open any more (prefill may need every slot), and the predictor has seen nothing."""
         if self._transfers is not None:
             jax.block_until_ready(self._offload.cache.tables)
             self._transfers.pause()
@@ -529,6 +477,7 @@ class TokenEngine:
         Returns the sequences, the hidden state of each prompt's last token [B, H], the counts, and how many tokens
         each key got [L*E]. `watch` gets the position of each chunk and the routing of its MoE layers.
         """
+        self._begin(batch)
         spec, weights = self.model.spec, self.model.weights
         lengths = np.array([len(p) for p in prompts] + [1] * (batch - len(prompts)), np.int32)
         longest, chunk = int(lengths.max()), chunk_length(batch)

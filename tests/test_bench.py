@@ -63,6 +63,15 @@ def test_the_command_reports_every_setting(capsys):
     assert lru["share_of_full_load"] == pytest.approx(lru["tokens_per_second"] / full["tokens_per_second"])
 
 
+def test_a_setting_that_fails_is_reported_and_is_no_success(capsys):
+    # One slot is too few for the demo's K; the other row is still measured.
+    arguments = ["bench", "demo", "--residency", "0.001", "1", "--policies", "lru", "--predictor", "none"]
+    assert main([*arguments, "--steps", "2", "--repeats", "0", "--json"]) == 1
+    failed, full = json.loads(capsys.readouterr().out)["rows"]
+    assert "the least is 4 slots" in failed["error"]
+    assert full["hit_rate"] == 1
+
+
 def test_a_setting_that_needs_a_predictor_says_so(capsys):
     assert main(["bench", "demo", "--predictor", "none", "--policies", "evict", "--residency", "0.5"]) == 2
     assert "evict need a predictor" in capsys.readouterr().err

@@ -78,6 +78,15 @@ def test_nothing_is_left_under_way_after_a_request(engine):
     assert not np.isin(np.asarray(tables.state), [SlotState.FETCH, SlotState.COMPUTE]).any()
 
 
+def test_routing_may_be_read_after_a_request(engine, model):
+    generate(engine, PROMPTS[:1])
+    full = TokenEngine(model, policy="full")
+    for ours, expected in zip(engine.routing(PROMPTS[1:]), full.routing(PROMPTS[1:]), strict=True):
+        np.testing.assert_array_equal(ours[0], expected[0])
+    states = np.asarray(engine._offload.cache.tables.state)
+    assert not np.isin(states, [SlotState.FETCH, SlotState.COMPUTE]).any()
+
+
 def test_faults_of_the_link_cost_no_token(engine, full_load):
     transfers = engine._transfers
     if transfers is None:

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Float, Float32
 
+from pallas_kernels.fused_moe import tiles
 from pallas_kernels.matvec.config import MAX_BATCH, Config, default_config
 from pallas_kernels.norm import Norm
 
@@ -75,18 +76,20 @@ def _kernel(
     out_ref, *normed_refs = rest
     (batch, width), outputs = x_ref.shape, w_ref.shape[0]
     row = pl.program_id(0) * config.rows
-    below = None if outputs % config.rows == 0 else row + jnp.arange(config.rows, dtype=jnp.int32) < outputs
+    below = tiles.bound(row, config.rows, outputs)
     starts = range(0, width, config.cols)
-    inside = [_inside(start, config.cols, width) for start in starts]
+    inside = [tiles.bound(start, config.cols, width) for start in starts]
     rows, columns = pl.ds(row, config.rows), [_span(start, config.cols, width) for start in starts]
     # First of all, so that they are under way while the vectors are normed.
-    tiles = [
-        _load(w_ref.at[rows, span], _tile_mask(below, mask, (config.rows, config.cols)))
+    matrix = [
+        tiles.load(w_ref.at[rows, span], tiles.both(below, mask, (config.rows, config.cols)))
         for span, mask in zip(columns, inside, strict=True)
     ]
-    factors = [None if norm_ref is None else _load(norm_ref.at[s], m) for s, m in zip(columns, inside, strict=True)]
+    factors = [
+        None if norm_ref is None else tiles.load(norm_ref.at[s], m) for s, m in zip(columns, inside, strict=True)
+    ]
     for b in map(jnp.int32, range(batch)):  # the lowering takes no literal among the indices of a load
-        pieces = [_load(x_ref.at[b, span], mask) for span, mask in zip(columns, inside, strict=True)]
+        pieces = [tiles.load(x_ref.at[b, span], mask) for span, mask in zip(columns, inside, strict=True)]
         if norm is not None:
             wide = [piece.astype(jnp.float32) for piece in pieces]
             mean_square = jnp.sum(_add_up([piece * piece for piece in wide])) / width
@@ -102,14 +105,14 @@ def _kernel(
 
         products = [
             tile.astype(jnp.float32) * piece.astype(jnp.float32)[None]
-            for tile, piece in zip(tiles, pieces, strict=True)
+            for tile, piece in zip(matrix, pieces, strict=True)
         ]
         total = jnp.sum(_add_up(products), axis=1)
         if bias_ref is not None:
-            total += _load(bias_ref.at[rows], below).astype(jnp.float32)
+            total += tiles.load(bias_ref.at[rows], below).astype(jnp.float32)
         total = total.astype(out_ref.dtype)
         if residual_ref is not None:
-            kept = _load(residual_ref.at[b, rows], below)
+            kept = tiles.load(residual_ref.at[b, rows], below)
             scaled = total if scale == 1 else (total.astype(jnp.float32) * scale).astype(total.dtype)
             total = (kept.astype(jnp.float32) + scaled.astype(jnp.float32)).astype(total.dtype)
         plgpu.store(out_ref.at[b, rows], total, mask=below)
@@ -119,26 +122,6 @@ def _add_up(parts: list[Float32[Array, "..."]]) -> Float32[Array, "..."]:
     return functools.reduce(jnp.add, parts)
 
 
-def _inside(start: int, block: int, size: int) -> Bool[Array, " block"] | None:
-    return None if start + block <= size else start + jnp.arange(block, dtype=jnp.int32) < size
-
-
 def _span(start: int, block: int, size: int) -> Any:
     # Pallas rejects static slices beyond the array, also under a mask.
     return pl.ds(start if start + block <= size else jnp.int32(start), block)
-
-
-def _tile_mask(
-    rows: Bool[Array, " R"] | None, cols: Bool[Array, " C"] | None, shape: tuple[int, int]
-) -> Bool[Array, "R C"] | None:
-    masks = []
-    if rows is not None:
-        masks.append(jnp.broadcast_to(rows[:, None], shape))
-    if cols is not None:
-        masks.append(jnp.broadcast_to(cols[None, :], shape))
-    return functools.reduce(jnp.logical_and, masks) if masks else None
-
-
-def _load(ref: Any, mask: Array | None) -> Array:
-    """Zeros where the mask is false."""
-    return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))

@@ -94,19 +94,18 @@ def run(args: argparse.Namespace) -> int:
         except Exception as error:  # one setting that fails leaves the others
             row = {"name": setting.name, "residency": setting.residency, "batch": setting.batch, "error": repr(error)}
             say(f"{setting.name:14} {setting.residency:5.2f}  failed: {error!r}"[:400])
-            result["rows"].append(row)
-            continue
-        if setting.name == "full":
-            full[setting.batch] = row["tokens_per_second"]
-        if setting.batch in full:
-            row["share_of_full_load"] = row["tokens_per_second"] / full[setting.batch]
+        else:
+            if setting.name == "full":
+                full[setting.batch] = row["tokens_per_second"]
+            if setting.batch in full:
+                row["share_of_full_load"] = row["tokens_per_second"] / full[setting.batch]
+            say(line(row))
         result["rows"].append(row)
-        say(line(row))
         if args.out:
             args.out.write_text(json.dumps(result, indent=1))
     if args.json:
         print(json.dumps(result))
-    return 0
+    return 1 if any("error" in row for row in result["rows"]) else 0
 
 
 HEADER = (

@@ -63,8 +63,6 @@ def measure(
     def median(read: Any) -> float:
         return statistics.median(read(run) for run in runs)
 
-    per_sequence = [run.tokens_per_second / setting.batch for run in runs]
-    step_us = [1e6 / speed for speed in per_sequence]
     return {
         "name": setting.name,
         "residency": round(engine.plan.residency, 4),
@@ -72,7 +70,7 @@ def measure(
         "batch": setting.batch,
         "tokens_per_second": median(lambda run: run.tokens_per_second),
         "spread": [min(run.tokens_per_second for run in runs), max(run.tokens_per_second for run in runs)],
-        "step_us": statistics.median(step_us),
+        "step_us": median(lambda run: 1e6 * setting.batch / run.tokens_per_second),
         "hit_rate": median(lambda run: run.hit_rate),
         "loaded_per_step": median(lambda run: run.experts_loaded_decoding / steps),
         "awaited_per_step": median(lambda run: run.experts_awaited / steps),

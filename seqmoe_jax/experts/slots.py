@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.slot_update import SlotState, SlotTables
 
-__all__ = ["SlotState", "SlotTables", "cancel", "check_invariants", "empty_tables", "reserve"]
+__all__ = ["SlotState", "SlotTables", "check_invariants", "empty_tables", "reserve"]
 
 
 def empty_tables(num_keys: int, num_slots: int) -> SlotTables:
@@ -80,21 +80,6 @@ def reserve(
         score=score.at[slot].set(0, mode="drop"),
     )
     return tables, jnp.where(taken, victim, -1)
-
-
-def cancel(tables: SlotTables, slots: Int[Array, " N"]) -> SlotTables:
-    """Give reserved slots back: FETCH becomes EMPTY. Entries of -1 and slots in another state stay as they are."""
-    num_slots = tables.state.shape[0]
-    inside = (slots >= 0) & (slots < num_slots)
-    fetching = inside & (tables.state.at[slots].get(mode="clip") == SlotState.FETCH)
-    slot = jnp.where(fetching, slots, num_slots)
-    return SlotTables(
-        slot_of_key=tables.slot_of_key,
-        key_of_slot=tables.key_of_slot.at[slot].set(-1, mode="drop"),
-        state=tables.state.at[slot].set(SlotState.EMPTY, mode="drop"),
-        tag=tables.tag.at[slot].set(0, mode="drop"),
-        score=tables.score.at[slot].set(0, mode="drop"),
-    )
 
 
 def check_invariants(tables: SlotTables) -> None:

@@ -44,8 +44,7 @@ class Count(enum.IntEnum):
     LATE = 2  # never started
     PLANS = 3
     BYTES = 4  # moved, whether they landed or not
-    BUSY_NS = 5  # with a transfer under way
-    FAILED = 6  # status of the copy that failed, if one did
+    FAILED = 5  # status of the copy that failed, if one did
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,7 @@ class Calls:
 
 # Compiled code takes plain integers for constants.
 STOP, PAUSE, IDLE, DROP_EVERY, DELAY, THROTTLE = (int(word) for word in Control)
-LANDED, GIVEN_UP, LATE, PLANS, MOVED, BUSY, FAILED = (int(word) for word in Count)
+LANDED, GIVEN_UP, LATE, PLANS, MOVED, FAILED = (int(word) for word in Count)
 
 
 @compiled
@@ -169,14 +168,12 @@ def work(
                     counts[LANDED] += 1
                     drop = control[DROP_EVERY] > 0 and counts[LANDED] % control[DROP_EVERY] == 0
                     landed[f_slot] = -f_tag if drop else f_tag
-                    counts[BUSY] += now - began
                     f_tag = 0
             elif clock > f_deadline:
                 # Its layer has run without it. What is in flight must end before the slot is given back.
                 if flying == 0:
                     landed[f_slot] = -f_tag
                     counts[GIVEN_UP] += 1
-                    counts[BUSY] += now - began
                     f_tag = 0
             elif now < quiet_until:
                 stalled = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -15,7 +15,6 @@ from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.link import Link
 from seqmoe_jax.prefetch.plan import PlanConfig
 
-EngineName = Literal["auto", "none", "device_put", "callback", "dma"]
 ENGINES: dict[str, str] = {
     "auto": "what measured best so far, which is none: see docs/benchmarks.md",
     "none": "nothing is prefetched; a missing expert is loaded when its layer runs",

@@ -94,16 +94,13 @@ class Dma:
             )
 
     def pause(self) -> None:
-        if not self._alive():
-            return
         self._control[Control.PAUSE] = 1
         begun = time.perf_counter()
-        while not self._control[Control.IDLE]:
-            if not self._alive():
-                break
+        while self._alive() and not self._control[Control.IDLE]:
             if time.perf_counter() - begun > SLOWEST_PAUSE_S:
                 raise RuntimeError(f"the transfer worker did not come to rest within {SLOWEST_PAUSE_S:.0f} s")
             time.sleep(20e-6)
+        # A worker that has died may have left copies under way: they end before anybody gets their slot.
         if self._driver is not None:
             self._driver.synchronize()
 

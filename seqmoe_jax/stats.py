@@ -1,0 +1,62 @@
+"""What a generation did, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from seqmoe_jax.experts.cache import HITS, ROUTED
+
+
+@dataclass(kw_only=True)
+class Stats:
+    """What a generation did. Rates are of the decode phase; counts and bytes are of the whole call, prefill included.
+
+    `hit_rate`: distinct experts found resident / distinct experts routed, over layers and decode steps.
+    `experts_awaited`: of those not resident, the ones whose prefetch was under way and was waited for.
+    `experts_loaded`: loaded on demand. `experts_prefetched`: landed ahead of their use, used or not.
+    `bytes_moved`: all of these, and the parts of transfers that were given up. `..._decoding`: without the prompt's.
+    `forecast`: what policy seqmoe scores experts by: a predictor's name, "history" (discounted frequency of use), or
+    "none" for other policies. `transfers`: the engine that prefetches, or "none".
+    """
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    tokens_per_second: float = 0.0
+    ttft_s: float = 0.0
+    compile_s: float = 0.0
+    hit_rate: float = 0.0
+    prefill_hit_rate: float = 0.0
+    experts_routed: int = 0
+    experts_loaded: int = 0
+    experts_awaited: int = 0
+    experts_prefetched: int = 0
+    experts_loaded_decoding: int = 0
+    bytes_moved: int = 0
+    bytes_moved_decoding: int = 0
+    residency: float = 0.0
+    slots: int = 0
+    policy: str = ""
+    forecast: str = "none"
+    transfers: str = "none"
+    backend: str = ""
+    kernels: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Counts:
+    """Routed, hits and misses of one phase, summed on the host where they cannot overflow."""
+
+    def __init__(self) -> None:
+        self.total = np.zeros(3, np.int64)
+
+    def add(self, counts: np.ndarray) -> None:
+        self.total += counts
+
+    @property
+    def hit_rate(self) -> float:
+        return float(self.total[HITS] / self.total[ROUTED]) if self.total[ROUTED] else 1.0
