@@ -109,7 +109,7 @@ def forward(
         # read in every layer and replaced at the end.
         cache = cache._replace(key_score=history.scores(offload.retention))
     positions, active = sequences.position[:, None], ~sequences.done
-    x = block.embed(sequences.token[:, None], weights.embed, spec)
+    x: Array | fused.Pending = block.embed(sequences.token[:, None], weights.embed, spec)
     states, routing = list(sequences.states), list[Int[Array, "B K"]]()
     counts: list[Int32[Array, " 3"]] = []
     for index, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
@@ -124,7 +124,7 @@ def forward(
                 y, cache, new = moe_decode(normed, ids, expert_weights, cache, pool, len(routing), config.cache)
                 routing.append(ids)
                 counts.append(new)
-                x = block.moe_output(x, normed, mixing, y, w, layer)
+                x = fused.moe_output(x, normed, mixing, y, w, layer, config.kernels)
         # Without this XLA recomputes sums of earlier layers inside later fusions, and compiling takes time that
         # is exponential in the number of layers (ten layers at batch 4 for a GPU: over 280 s, against 18 s).
         x = jax.lax.optimization_barrier(x)
@@ -136,7 +136,7 @@ def forward(
     # At once for all layers: a few small kernels instead of a few per layer.
     total = jnp.stack(counts).sum(axis=0) if config.cache.managed else all_hits(jnp.stack(routing), config.cache)
     with jax.named_scope("head"):
-        logits = fused.logits_of(x[:, 0], weights, spec, config.kernels)
+        logits = fused.logits_of(fused.settled(x)[:, 0], weights, spec, config.kernels)
     return logits, sequences._replace(states=tuple(states)), Offload(cache, retention), total
 
 

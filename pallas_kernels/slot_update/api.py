@@ -59,6 +59,8 @@ def slot_update(
         raise ValueError("rule 'scored' needs key_score, int32[keys]")
     if rule != "scored":
         key_score = None
+    if rule != "lru" and landed is None:
+        clock = 0  # unused: a constant spares the caller of many layers a kernel each that adds to its clock
     first_key, clock = jnp.asarray(first_key, jnp.int32), jnp.asarray(clock, jnp.int32)
     arguments = (tables, ids.astype(jnp.int32), first_key, clock, key_score, landed)
     match resolve(implementation):
