@@ -20,15 +20,19 @@ from jaxtyping import Array, Shaped
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 FP8_BLOCK = 128  # rows and columns that share one scale in FP8-block checkpoints
+FP4 = np.dtype(ml_dtypes.float4_e2m1fn)
+FP4_BLOCK = 32  # columns that share one scale in MXFP4
 ALIGNMENT = 128  # bytes; keeps 16-byte loads and whole cache lines for any field
 
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
-    """What stands between an expert's projections: `silu(gate) * up`, with the clamps `gate <= limit` and
-    `-limit <= up <= limit` where there is a limit."""
+    """What stands between an expert's projections: `gate * sigmoid(slope * gate) * (up + shift)`, after the clamps
+    `gate <= limit` and `-limit <= up <= limit` where there is a limit. By default `silu(gate) * up`."""
 
     limit: float | None = None
+    slope: float = 1.0
+    shift: float = 0.0
 
 
 SWIGLU = Activation()
@@ -51,21 +55,39 @@ class Field:
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout:
     """Fields of an expert block. Storage is the unsigned integer as wide as the narrowest field's dtype; a wider field
-    is put together from its parts (little endian) where it is read."""
+    is put together from its parts (little endian) where it is read.
+
+    `dtype` is that of the matrices. FP4 has no fields of its own dtype: two numbers share a byte.
+    """
 
     fields: tuple[Field, ...]
     block_bytes: int
+    dtype: np.dtype
     activation: Activation = SWIGLU
 
     @property
     def storage(self) -> np.dtype:
-        """uint8 for FP8, uint16 for bf16 and f16, uint32 for f32."""
+        """uint8 for FP8 and FP4, uint16 for bf16 and f16, uint32 for f32."""
         return np.dtype(f"uint{8 * min(field.dtype.itemsize for field in self.fields)}")
 
     @property
     def block_elems(self) -> int:
         """Elements of `storage` in one block: the n of `storage[S, n]`."""
         return self.block_bytes // self.storage.itemsize
+
+    @property
+    def hidden(self) -> int:
+        """H, the inputs and outputs of the expert."""
+        return self.field("down").shape[0]
+
+    @property
+    def width(self) -> int:
+        """F, its hidden values."""
+        return self.field("gate").shape[0]
+
+    @property
+    def biased(self) -> bool:
+        return any(field.name == "gate_bias" for field in self.fields)
 
     def field(self, name: str) -> Field:
         return next(field for field in self.fields if field.name == name)
@@ -98,20 +120,42 @@ class ExpertLayout:
         return jax.lax.bitcast_convert_type(parts, jnp.dtype(field.dtype))
 
 
-def swiglu_layout(*, hidden: int, width: int, dtype: np.dtype | type, activation: Activation = SWIGLU) -> ExpertLayout:
+def swiglu_layout(
+    *,
+    hidden: int,
+    width: int,
+    dtype: np.dtype | type,
+    activation: Activation = SWIGLU,
+    bias: np.dtype | None = None,
+) -> ExpertLayout:
     """Block of a SwiGLU expert: `gate [F, H]`, `up [F, H]`, `down [H, F]`, orientations as in the checkpoint.
 
     For FP8 (e4m3) each matrix has a float32 scale per 128 x 128 block, `gate_scale [ceil(F/128), ceil(H/128)]` and
-    so on, to be multiplied. Matrices start at multiples of both row lengths and the block's length is one too, so
+    so on, to be multiplied. FP4 (e2m1) is MXFP4: a byte has columns 2j (low half) and 2j + 1, so a matrix is
+    `uint8 [rows, columns / 2]`, and each 32 columns of a row have a power of two to be multiplied by, stored as its
+    exponent plus 127 (e8m0): `gate_scale uint8 [F, H / 32]`. With `bias`, its dtype, there are `gate_bias [F]`,
+    `up_bias [F]` and `down_bias [H]`. Raises `ValueError` where FP4 rows are no whole blocks.
+
+    Matrices start at multiples of both row lengths (as stored) and the block's length is one too, so
     `slots.reshape(S, -1, H)` and `slots.reshape(S, -1, F)` are free views in which a field starts at a whole row.
     """
     dtype = np.dtype(dtype)
     matrices = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-    shapes: list[tuple[str, tuple[int, ...], np.dtype]] = [(name, shape, dtype) for name, shape in matrices.items()]
+    if dtype == FP4 and (hidden % FP4_BLOCK or width % FP4_BLOCK):
+        raise ValueError(f"FP4 experts need H and F to be multiples of {FP4_BLOCK}, got H={hidden}, F={width}")
+    packed = 2 if dtype == FP4 else 1  # numbers per element
+    element = np.dtype(np.uint8) if dtype == FP4 else dtype
+    shapes: list[tuple[str, tuple[int, ...], np.dtype]] = [
+        (name, (rows, cols // packed), element) for name, (rows, cols) in matrices.items()
+    ]
+    if dtype == FP4:
+        shapes += [(f"{name}_scale", (rows, cols // FP4_BLOCK), element) for name, (rows, cols) in matrices.items()]
     if dtype == FP8:
         for name, (rows, cols) in matrices.items():
             grid = (math.ceil(rows / FP8_BLOCK), math.ceil(cols / FP8_BLOCK))
             shapes.append((f"{name}_scale", grid, np.dtype(np.float32)))
+    if bias is not None:
+        shapes += [(f"{name}_bias", (rows,), bias) for name, (rows, _) in matrices.items()]
     fields, offset = [], 0
     for name, shape, field_dtype in shapes:
         # Matrices are whole multiples of H and F elements: aligning them would break the views, and need not be done.
@@ -119,5 +163,7 @@ def swiglu_layout(*, hidden: int, width: int, dtype: np.dtype | type, activation
         offset = math.ceil(offset / step) * step
         fields.append(Field(name=name, offset=offset, shape=shape, dtype=field_dtype))
         offset += fields[-1].nbytes
-    unit = math.lcm(hidden * dtype.itemsize, width * dtype.itemsize, ALIGNMENT)
-    return ExpertLayout(fields=tuple(fields), block_bytes=math.ceil(offset / unit) * unit, activation=activation)
+    unit = math.lcm(hidden // packed * element.itemsize, width // packed * element.itemsize, ALIGNMENT)
+    return ExpertLayout(
+        fields=tuple(fields), block_bytes=math.ceil(offset / unit) * unit, dtype=dtype, activation=activation
+    )

@@ -227,7 +227,7 @@ def references(case: Case) -> dict[str, jax.Array]:
 
     @jax.jit
     def up_and_down(x: jax.Array, h: jax.Array, slots: jax.Array) -> dict[str, jax.Array]:
-        from pallas_kernels.fused_moe.swiglu import swiglu, unpack_weight
+        from pallas_kernels.fused_moe.swiglu import activate, unpack_weight
 
         def product(name: str, slot: jax.Array, rows: jax.Array) -> jax.Array:
             weight = unpack_weight(slots[slot], layout, name)
@@ -236,7 +236,7 @@ def references(case: Case) -> dict[str, jax.Array]:
         def one(route: jax.Array) -> tuple[jax.Array, jax.Array]:
             slot = ids.reshape(-1)[route]
             token = x[route // case.per_token]
-            up = swiglu(product("gate", slot, token), product("up", slot, token))
+            up = activate(product("gate", slot, token), product("up", slot, token), layout.activation)
             return up, product("down", slot, h[route])
 
         up, down = jax.lax.map(one, jnp.arange(ids.size))
@@ -260,7 +260,7 @@ def pieces(length: int) -> list[int]:
 def candidates(case: Case) -> Iterator[tuple[str, Config]]:
     """(part, configuration) of each projection by itself, with 192 to 512 bytes of weights asked for by a thread."""
     base = default_config(case.layout, case.per_token)
-    itemsize = case.layout.field("gate").dtype.itemsize
+    itemsize = case.layout.dtype.itemsize
     for rows, cols, warps in itertools.product((1, 2, 4, 8), pieces(case.hidden), (1, 2, 4)):
         if 192 <= per_thread(rows, case.hidden, 2, itemsize, warps) <= 512:
             yield "up", dataclasses.replace(base, up_rows=rows, up_cols=cols, up_warps=warps)

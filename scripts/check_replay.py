@@ -35,7 +35,7 @@ def main() -> None:
             jax.debug.callback(lambda clock, now: heard.update({int(clock): np.array(now)}), slots.clock, ids)
         return honest(slots, pool, ids, layer, config)
 
-    cache.bring_in = listening
+    cache.bring_in = listening  # type: ignore[assignment]
     # Rule lru counts the layers that ran: that orders what is heard.
     engine = load(args.model, residency=0.9, policy="lru", max_batch=len(PROMPTS))
     prompts = [engine.request(prompt).tokens for prompt in PROMPTS]

@@ -22,6 +22,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="generate text"))
+    _add_serve(commands.add_parser("serve", help="an OpenAI-compatible HTTP server"))
+    _add_plan(commands.add_parser("plan", help="will a model fit, at which residency, what it needs"))
     _add_trace_commands(commands)
     doctor = commands.add_parser("doctor", help="what this machine has: backend, memories, link bandwidth, kernels")
     doctor.add_argument("--json", action="store_true", help="machine-readable output")
@@ -90,13 +92,37 @@ def sampling_numbers(args: argparse.Namespace) -> dict[str, float | int | None]:
     return numbers
 
 
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    from seqmoe_jax.serving import command
+
+    add_load_arguments(parser)
+    command.add_arguments(parser)
+    parser.set_defaults(run=command.run)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_plan)
+    add = parser.add_argument
+    add("model", nargs="?", default="demo", help="directory, Hugging Face id, 'demo' (default), or a preset")
+    _add_size(parser)
+    add("--context", type=int, metavar="N", help="longest prompt + new tokens (default: 4096, at most the model's)")
+    add("--batch", type=int, default=1, metavar="B", help="sequences decoded together, 1 (default) to 8")
+    add("--dtype", help="of activations: float32 or bfloat16")
+    add("--kernels", choices=["xla", "gpu", "tpu"], help="default: the best this backend has")
+    add("--json", action="store_true", help="machine-readable output, sizes in bytes")
+
+
+def _add_size(parser: argparse.ArgumentParser) -> None:
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--residency", type=_residency, metavar="R", help="share of experts with a slot, or 'least'")
+    size.add_argument("--device-memory", metavar="SIZE", help="budget instead of a residency, such as 12GiB")
+
+
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     """What every command has that loads a model, as `load_engine` reads it."""
     add = parser.add_argument
     add("model", nargs="?", default="demo", help="directory, Hugging Face id, 'demo' (default), or a preset")
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--residency", type=_residency, metavar="R", help="share of experts with a slot, or 'least'")
-    size.add_argument("--device-memory", metavar="SIZE", help="budget instead of a residency, such as 12GiB")
+    _add_size(parser)
     add("--policy", default="seqmoe", help="seqmoe (default), lru, lfu, prefill-hot or full")
     add("--context", type=int, metavar="N", help="longest prompt + new tokens (default: 4096, at most the model's)")
     add("--dtype", help="of activations: float32 or bfloat16")
@@ -182,6 +208,24 @@ def _generate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(args: argparse.Namespace) -> int:
+    """Exit status 1 says that the model does not fit."""
+    from seqmoe_jax.planning import parse_bytes
+    from seqmoe_jax.sizing import describe, size_up
+
+    report = size_up(
+        args.model,
+        residency=args.residency,
+        device_memory=None if args.device_memory is None else parse_bytes(args.device_memory),
+        context=args.context,
+        batch=args.batch,
+        dtype=args.dtype,
+        kernels=args.kernels,
+    )
+    print(json.dumps(report) if args.json else describe(report))
+    return 0 if report["fits"] else 1
+
+
 def _trace(args: argparse.Namespace) -> int:
     from seqmoe_jax.api import sampling_base
     from seqmoe_jax.traces.command import record
@@ -216,7 +260,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit status: 0, 2 for bad input, 130 for an interrupt."""
+    """Runs a command; returns its exit status: 0, 1 for what does not fit, 2 for bad input, 130 for an interrupt."""
     args = build_parser().parse_args(argv)
     # Read when JAX starts. It would otherwise take 75 % of a GPU's memory at most, and pin 64 GB of the host's.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")

@@ -42,7 +42,7 @@ def examine() -> dict[str, Any]:
         "host_memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "memory_kinds": memories,
         "pinned_limit_gb": os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"),
-        "host_to_device": _link_bandwidth(device) if "pinned_host" in memories else None,
+        "host_to_device": link_bandwidth(device) if "pinned_host" in memories else None,
         "kernels": default_implementation(),
         "compilation_cache": str(cache_directory() / "xla"),
         "compilation_cache_fault": cache_fault,
@@ -82,7 +82,8 @@ def describe(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _link_bandwidth(device: jax.Device) -> float:
+def link_bandwidth(device: jax.Device) -> float:
+    """Bytes per second from pinned host memory to the device: 256 MiB, median of 5."""
     pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     source = jax.device_put(np.ones(PROBE_BYTES, np.uint8), pinned)
     target = jax.sharding.SingleDeviceSharding(device)

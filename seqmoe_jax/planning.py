@@ -111,6 +111,8 @@ def make_plan(
         raise ConfigError("give either a residency or a device memory, not both")
     if not 1 <= batch <= MAX_BATCH:
         raise ConfigError(f"a batch has 1 to {MAX_BATCH} sequences, got {batch}")
+    if context < 1:
+        raise ConfigError(f"a context has at least 1 token, got {context}")
     fixed = dict(
         dense=dense_bytes(spec, activation_dtype),
         kv=state_bytes(spec, batch, context, activation_dtype),

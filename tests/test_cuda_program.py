@@ -36,12 +36,11 @@ from functools import partial
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
-from seqmoe_jax.decode import Offload, Sequences, StepConfig, jitted_step
+from seqmoe_jax.decode import Offload, StepConfig, empty_sequences, jitted_step
 from seqmoe_jax.experts.cache import CacheConfig, empty_cache
 from seqmoe_jax.loading import random_weights
 from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.models.fused import DecodeKernels
-from seqmoe_jax.models.mixers.gqa import KV
 from seqmoe_jax.sampling import SamplingConfig, SamplingParams
 from seqmoe_jax.testing import tiny_config
 
@@ -49,6 +48,9 @@ batch, dtype = int(sys.argv[1]), sys.argv[2]
 changes = dict(hidden_size=256, moe_intermediate_size=128, mlp_only_layers=[], torch_dtype="bfloat16")
 if dtype == "fp8":
     changes["quantization_config"] = dict(quant_method="fp8", weight_block_size=[128, 128])
+if dtype == "mxfp4":
+    changes |= dict(model_type="gpt_oss", intermediate_size=128, sliding_window=128,
+                    rope_parameters=dict(rope_type="default"), quantization_config=dict(quant_method="mxfp4"))
 spec = spec_from_config(tiny_config(**changes))
 cache = CacheConfig(layout=spec.expert_layout, layers=3, experts=8, slots=11, rule="scored", managed=True,
                     implementation="gpu")
@@ -61,9 +63,7 @@ pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
 def there(tree, sharding=on_device):
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
 
-flat = jax.ShapeDtypeStruct((batch,), jnp.int32)
-shape = jax.ShapeDtypeStruct((batch, 2, 256, 32), jnp.bfloat16)
-sequences = Sequences((KV(shape, shape),) * 3, flat, flat, flat, jax.ShapeDtypeStruct((batch,), bool))
+sequences = jax.eval_shape(partial(empty_sequences, spec=spec, batch=batch, capacity=256, dtype=np.dtype(jnp.bfloat16)))
 offload = Offload(jax.eval_shape(lambda: empty_cache(cache)), jax.ShapeDtypeStruct((24,), jnp.float32))
 weights = jax.eval_shape(partial(random_weights, spec=spec, dtype=np.dtype(jnp.bfloat16)), jax.random.key(0))
 pools = (jax.ShapeDtypeStruct((8, spec.expert_layout.block_elems), spec.expert_layout.storage),) * 3
@@ -80,7 +80,7 @@ print(lowered.compile().as_text())
 """
 
 
-@pytest.mark.parametrize(("batch", "dtype"), [(1, "bf16"), (4, "bf16"), (1, "fp8")])
+@pytest.mark.parametrize(("batch", "dtype"), [(1, "bf16"), (4, "bf16"), (1, "fp8"), (1, "mxfp4")])
 def test_the_cuda_step_works_in_place_and_reads_the_pool_where_it_is(batch, dtype):
     environment = os.environ | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
@@ -89,8 +89,10 @@ def test_the_cuda_step_works_in_place_and_reads_the_pool_where_it_is(batch, dtyp
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     elements, text = done.stdout.split("\n", 1)
-    storage = "u8" if dtype == "fp8" else "u16"
+    storage = "u16" if dtype == "bf16" else "u8"
     buffers = [rf"{storage}\[11,{elements}\]", r"s32\[11\]", r"s32\[24\]", rf"bf16\[{batch},2,256,32\]"]
+    if dtype == "mxfp4":  # layers with a window
+        buffers.append(rf"bf16\[{batch},2,128,32\]")
     for buffer in buffers:
         assert re.search(buffer, text), buffer
         assert not re.findall(rf"= {buffer}\S* (?:copy|copy-start)\(.*", text), buffer

@@ -23,13 +23,15 @@ def fused_moe(
 ) -> Float32[Array, "B H"]:
     """MoE layer of a decode step: `out[b] = sum_k weights[b, k] * down @ (silu(gate @ x[b]) * (up @ x[b]))`.
 
+    That is of plain experts: the layout may give each product a bias, and another activation.
+
     Args:
       x: bf16 or f32.
       slots: the slot cache, one expert block of `layout` per row.
       slot_ids: slot of each route's expert; -1 for an inactive route, which contributes nothing.
       weights: router weights, used as they come (no normalisation), in float32.
-      layout: where gate, up and down lie in a block; bf16, f16, f32, or FP8 e4m3 with a scale per 128 x 128
-        block.
+      layout: where gate, up and down, their scales and biases lie in a block; bf16, f16, f32, FP8 e4m3 with a scale
+        per 128 x 128 block, or MXFP4; and the activation between them.
       implementation: `xla`, `gpu` or `tpu`; by default the best of this process's backend.
       interpret: run a Pallas implementation in the interpreter, on any backend.
       config: block shapes of the GPU kernels; by default chosen from the expert's shape.
@@ -39,7 +41,7 @@ def fused_moe(
     that is fixed, though each implementation has its own. The result does not depend on which slots the experts
     sit in, to the bit.
     """
-    hidden = layout.field("down").shape[0]
+    hidden = layout.hidden
     if x.shape[1] != hidden or slots.shape[1] != layout.block_elems or slots.dtype != layout.storage:
         raise ValueError(
             f"fused_moe: layout expects x[B, {hidden}] and slots {layout.storage}[S, {layout.block_elems}], "

@@ -8,8 +8,7 @@ from typing import Literal
 
 import jax
 
-from pallas_kernels.fused_moe.swiglu import is_fp8, sizes
-from pallas_kernels.layout import FP8_BLOCK, ExpertLayout
+from pallas_kernels.layout import FP4, FP4_BLOCK, FP8, FP8_BLOCK, ExpertLayout
 
 Fp8Mode = Literal["convert", "bits"]
 
@@ -21,9 +20,9 @@ class Config:
     A program of the first kernel makes `up_rows` of the F hidden values of one route, in tiles of `up_cols` of
     H; one of the second makes `down_rows` of a token's H outputs, in tiles of all its routes and `down_cols` of
     F. Every thread adds up tiles element by element, so tiles say what it multiplies at a time, not what it asks
-    for: that is everything. For FP8 experts rows divide 128 and columns are multiples of it. `fp8` says how e4m3
-    becomes float32: by the hardware's conversion (compute capability 8.9 or newer) or by moving the bits into a
-    float16.
+    for: that is everything. For FP8 experts rows divide 128 and columns are multiples of it; for FP4 columns are
+    multiples of 32. `fp8` says how e4m3 becomes float32: by the hardware's conversion (compute capability 8.9 or
+    newer) or by moving the bits into a float16.
     """
 
     up_rows: int = 2
@@ -41,12 +40,12 @@ class Config:
                 raise ValueError(f"fused_moe config: {name} must be a power of two, got {value}")
 
     def check(self, layout: ExpertLayout) -> None:
-        """Raises `ValueError` where the block shapes do not fit FP8 scale blocks."""
-        if not is_fp8(layout):
-            return
+        """Raises `ValueError` where the block shapes do not fit the blocks that share a scale."""
         for name in ("up", "down"):
             rows, cols = getattr(self, f"{name}_rows"), getattr(self, f"{name}_cols")
-            if FP8_BLOCK % rows or cols % FP8_BLOCK:
+            if layout.dtype == FP4 and cols % FP4_BLOCK:
+                raise ValueError(f"fused_moe config: FP4 experts need {name}_cols a multiple of 32, got {cols}")
+            if layout.dtype == FP8 and (FP8_BLOCK % rows or cols % FP8_BLOCK):
                 raise ValueError(
                     f"fused_moe config: FP8 experts need {name}_rows dividing {FP8_BLOCK} and {name}_cols a "
                     f"multiple of it, got {rows} and {cols}"
@@ -75,12 +74,11 @@ def default_config(layout: ExpertLayout, per_token: int) -> Config:
     A thread asks for some 400 bytes of weights at once. One warp takes whole rows of gate and up, so nothing is
     exchanged between warps; four share some rows of down, a quarter of the routes each.
     """
-    hidden, width = sizes(layout)
-    itemsize = layout.field("gate").dtype.itemsize
-    fp8 = is_fp8(layout)
-    least = FP8_BLOCK if fp8 else 16
+    hidden, width = layout.hidden, layout.width
+    itemsize = layout.dtype.itemsize  # FP4 counts as a byte: half the memory, as much to unpack
+    least = {FP8: FP8_BLOCK, FP4: FP4_BLOCK}.get(layout.dtype, 16)
     # FP8 costs more arithmetic than memory in large tiles, whose products are not added on the way.
-    up_cols = chunk(hidden, most=256 if fp8 else 2048, least=max(least, min(128, hidden)))
+    up_cols = chunk(hidden, most=2048 if itemsize > 1 else 256, least=max(least, min(128, hidden)))
     down_cols = chunk(width, most=256, least=max(least, min(128, width)))
     # Powers of two, also where H or F below 128 is none.
     up_cols, down_cols = (1 << (cols - 1).bit_length() for cols in (up_cols, down_cols))

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from pallas_kernels.fused_moe import tiles
 from pallas_kernels.fused_moe.config import Config, default_config
-from pallas_kernels.fused_moe.swiglu import hidden_dtype, sizes, swiglu
+from pallas_kernels.fused_moe.swiglu import activate, hidden_dtype
 from pallas_kernels.layout import ExpertLayout
 
 
@@ -40,7 +40,7 @@ def _up_kernel(
     config: Config,
 ) -> None:
     """`up_rows` hidden values of one route."""
-    hidden, width = sizes(layout)
+    hidden, width = layout.hidden, layout.width
     route, row = pl.program_id(0), pl.program_id(1) * config.up_rows
     slot = ids_ref[route]
     token = jax.lax.div(route, jnp.int32(ids_ref.shape[0] // x_ref.shape[0]))
@@ -53,7 +53,7 @@ def _up_kernel(
             for start in range(0, hidden, config.up_cols)
         ]
         loaded = [part.load(slots_ref, slot[None], None) for part in parts]
-        vectors = {part.col: part.vector(x_ref, token[None], None) for part in parts if part.name == "gate"}
+        vectors = {part.col: part.vectors(x_ref, token[None], None) for part in parts if part.name == "gate"}
         sums = {
             name: _sum_rows(
                 [
@@ -64,7 +64,12 @@ def _up_kernel(
             )
             for name in ("gate", "up")
         }
-        value = swiglu(sums["gate"], sums["up"]).astype(h_ref.dtype)
+        if layout.biased:
+            bias = functools.partial(
+                tiles.load_bias, slots_ref, slot[None], None, row, layout=layout, rows=config.up_rows
+            )
+            sums = {name: total + jnp.sum(bias(name=name), axis=1) for name, total in sums.items()}
+        value = activate(sums["gate"], sums["up"], layout.activation).astype(h_ref.dtype)
         mask = tiles.bound(row, config.up_rows, width)
         plgpu.store(h_ref.at[route, pl.ds(row, config.up_rows)], value, mask=mask)
 
@@ -82,7 +87,7 @@ def _down_kernel(
     config: Config,
 ) -> None:
     """`down_rows` outputs of one token, summed over its routes, which are one dimension of a tile."""
-    hidden, width = sizes(layout)
+    hidden, width = layout.hidden, layout.width
     token, row = pl.program_id(0), pl.program_id(1) * config.down_rows
     per_token = ids_ref.shape[0] // out_ref.shape[0]
     nth = jnp.arange(pl.next_power_of_2(per_token), dtype=jnp.int32)
@@ -98,11 +103,15 @@ def _down_kernel(
     ]
     loaded = [part.load(slots_ref, slots, active) for part in parts]
     products = [
-        part.times(bits, part.vector(h_ref, routes, active), weights, config.fp8)
+        part.times(bits, part.vectors(h_ref, routes, active), weights, config.fp8)
         for part, bits in zip(parts, loaded, strict=True)
     ]
+    value = _sum_rows(products)
+    if layout.biased:
+        bias = tiles.load_bias(slots_ref, slots, active, row, layout=layout, name="down", rows=config.down_rows)
+        value += jnp.sum(bias * weights[None, :], axis=1)
     mask = tiles.bound(row, config.down_rows, hidden)
-    plgpu.store(out_ref.at[token, pl.ds(row, config.down_rows)], _sum_rows(products), mask=mask)
+    plgpu.store(out_ref.at[token, pl.ds(row, config.down_rows)], value, mask=mask)
 
 
 def project_up(
@@ -115,7 +124,7 @@ def project_up(
     interpret: bool = False,
 ) -> Float[Array, "R F"]:
     """Hidden values of every route; rows of inactive routes (id -1) are left as they are."""
-    width = sizes(layout)[1]
+    width = layout.width
     return pl.pallas_call(
         functools.partial(_up_kernel, layout=layout, config=config),
         out_shape=jax.ShapeDtypeStruct((ids.shape[0], width), hidden_dtype(x)),
@@ -138,7 +147,7 @@ def project_down(
     interpret: bool = False,
 ) -> Float32[Array, "B H"]:
     """Sums of every token's active routes."""
-    hidden = sizes(layout)[0]
+    hidden = layout.hidden
     return pl.pallas_call(
         functools.partial(_down_kernel, layout=layout, config=config),
         out_shape=jax.ShapeDtypeStruct((batch, hidden), jnp.float32),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from pallas_kernels.fused_moe.swiglu import hidden_dtype, swiglu, unpack_weight
+from pallas_kernels.fused_moe.swiglu import activate, hidden_dtype, unpack_weight
 from pallas_kernels.layout import ExpertLayout
 
 
@@ -24,13 +24,14 @@ def combine_routes(
 def expert(
     rows: Float[Array, "M H"], block: Shaped[Array, " n"], hidden: jnp.dtype, layout: ExpertLayout
 ) -> Float32[Array, "M H"]:
-    """`down @ (silu(gate @ x) * (up @ x))` for every row x, the product rounded to dtype `hidden`."""
+    """`down @ activation(gate @ x, up @ x)` for every row x, biases added, hidden values rounded to dtype `hidden`."""
 
     def product(name: str, rows: Float[Array, "M cols"]) -> Float32[Array, "M rows"]:
         weight = unpack_weight(block, layout, name)
-        return jnp.einsum("mc,rc->mr", rows.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
+        y = jnp.einsum("mc,rc->mr", rows.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
+        return y + layout.unpack(block, f"{name}_bias").astype(jnp.float32) if layout.biased else y
 
-    return product("down", swiglu(product("gate", rows), product("up", rows)).astype(hidden))
+    return product("down", activate(product("gate", rows), product("up", rows), layout.activation).astype(hidden))
 
 
 def fused_moe(

@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Shaped
+from jaxtyping import Array, Float, Float32, Shaped, UInt8
 
-from pallas_kernels.layout import FP8, FP8_BLOCK, ExpertLayout
+from pallas_kernels.layout import FP4, FP4_BLOCK, FP8, FP8_BLOCK, Activation, ExpertLayout
 
 
-def swiglu(gate: Float32[Array, "..."], up: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """`silu(gate) * up` in float32, written out so that it is the same operations in every lowering."""
-    return gate / (1.0 + jnp.exp(-gate)) * up
+def activate(gate: Float32[Array, "..."], up: Float32[Array, "..."], activation: Activation) -> Float32[Array, "..."]:
+    """The activation in float32, written out so that it is the same operations in every lowering."""
+    if activation.limit is not None:
+        gate, up = jnp.minimum(gate, activation.limit), jnp.clip(up, -activation.limit, activation.limit)
+    slope = gate if activation.slope == 1 else activation.slope * gate
+    return gate / (1.0 + jnp.exp(-slope)) * (up if activation.shift == 0 else up + activation.shift)
 
 
 def hidden_dtype(x: Float[Array, "..."]) -> jnp.dtype:
-    """Dtype that `swiglu` is rounded to before the down projection: bf16 for bf16 `x`, else float32."""
+    """Dtype that the hidden values are rounded to before the down projection: bf16 for bf16 `x`, else float32."""
     return jnp.dtype(jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32)
 
 
-def is_fp8(layout: ExpertLayout) -> bool:
-    return layout.field("gate").dtype == FP8
+def fp4_values(codes: UInt8[Array, "..."]) -> Float32[Array, "..."]:
+    """e2m1 codes (the low four bits; what is above them is ignored) as floats, exactly."""
+    # e2m1 is a float16 of a smaller bias: exponent and mantissa in place, the value is 2**14 too small.
+    wide = codes.astype(jnp.uint16)
+    half = jax.lax.bitcast_convert_type(((wide & 8) << 12) | ((wide & 7) << 9), jnp.float16)
+    return half.astype(jnp.float32) * 2.0**14
 
 
-def sizes(layout: ExpertLayout) -> tuple[int, int]:
-    """(H, F) of the expert."""
-    width, hidden = layout.field("gate").shape
-    return hidden, width
+def powers_of_two(exponents: UInt8[Array, "..."]) -> Float32[Array, "..."]:
+    """e8m0 bytes as floats; 2**-127 becomes zero, and 255 (which is no number) infinity."""
+    return jax.lax.bitcast_convert_type(exponents.astype(jnp.uint32) << 23, jnp.float32)
 
 
 def unpack_weight(block: Shaped[Array, " n"], layout: ExpertLayout, name: str) -> Float32[Array, "rows cols"]:
-    """A matrix of one expert in float32; FP8 values times the scale of their 128 x 128 block."""
-    weight = layout.unpack(block, name).astype(jnp.float32)
-    if not is_fp8(layout):
+    """A matrix of one expert in float32, scales applied."""
+    stored = layout.unpack(block, name)
+    if layout.dtype == FP4:
+        values = jnp.stack([fp4_values(stored), fp4_values(stored >> 4)], axis=-1).reshape(stored.shape[0], -1)
+        scale = powers_of_two(layout.unpack(block, f"{name}_scale"))
+        return values * jnp.repeat(scale, FP4_BLOCK, axis=1)
+    weight = stored.astype(jnp.float32)
+    if layout.dtype != FP8:
         return weight
     rows, cols = weight.shape
     scale = layout.unpack(block, f"{name}_scale")

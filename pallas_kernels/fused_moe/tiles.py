@@ -1,4 +1,4 @@
-"""What the Triton kernels share: views of the slots, loads with masks, FP8 values and their scales."""
+"""What the Triton kernels share: views of the slots, loads with masks, values and scales of FP8 and FP4, biases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped, UInt8
 
 from pallas_kernels.fused_moe.config import Fp8Mode
-from pallas_kernels.layout import FP8, FP8_BLOCK, ExpertLayout
+from pallas_kernels.fused_moe.swiglu import fp4_values, powers_of_two
+from pallas_kernels.layout import FP4, FP4_BLOCK, FP8, FP8_BLOCK, ExpertLayout
 
 Ref = Any  # Pallas has no public type for references.
 Scalar = Int[Array, ""] | int
@@ -102,19 +103,45 @@ def _all(masks: list[Bool[Array, "..."] | None], shape: tuple[int, ...]) -> Bool
     return jnp.broadcast_to(functools.reduce(jnp.logical_and, given), shape) if given else None
 
 
+def load_bias(
+    slots_ref: Ref,
+    slots: Int[Array, " N"],
+    active: Bool[Array, " N"] | None,
+    row: Int[Array, ""],
+    *,
+    layout: ExpertLayout,
+    name: str,
+    rows: int,
+) -> Float32[Array, "rows N"]:
+    """Elements `row : row + rows` of a bias of the experts in `slots`; zeros beyond it and where not `active`."""
+    field = layout.field(f"{name}_bias")
+    parts = field.dtype.itemsize // layout.storage.itemsize  # stored integers per element
+    below = bound(row, rows, field.shape[0])
+    shape = (rows, *slots.shape, parts)
+    index = layout.start(field.name) + parts * (row + jnp.arange(rows, dtype=jnp.int32))
+    index = jnp.broadcast_to(_along(index, 0, 3) + jnp.arange(parts, dtype=jnp.int32)[None, None], shape)
+    masks = [None if below is None else _along(below, 0, 3), None if active is None else _along(active, 1, 3)]
+    stored = load(slots_ref.at[jnp.broadcast_to(_along(slots, 1, 3), shape), index], _all(masks, shape))
+    shifts = 8 * layout.storage.itemsize * jnp.arange(parts, dtype=jnp.uint32)[None, None, :]
+    words = jnp.sum(stored.astype(jnp.uint32) << shifts, axis=2, dtype=jnp.uint32)
+    words = words.astype(f"uint{8 * field.dtype.itemsize}")
+    return jax.lax.bitcast_convert_type(words, jnp.dtype(field.dtype)).astype(jnp.float32)
+
+
 class Bits(NamedTuple):
     """What is loaded of a part, as stored."""
 
     values: Shaped[Array, "rows N ..."]
-    scales: UInt8[Array, "N blocks 4"] | None
+    scales: UInt8[Array, "..."] | None  # FP8: [N, blocks, 4], the bytes of a float32; FP4: [rows, N, blocks]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """`rows` x `cols` of one matrix, from (`row`, `col`) on, of N experts: how the decode kernels read any format.
 
-    Loading is apart from using, so that a program may ask for everything first. The columns of FP8 matrices have
-    two dimensions, blocks of a common scale and positions in them; then `rows` lie in one row of blocks.
+    Loading is apart from using, so that a program may ask for everything first. The columns of FP8 and FP4 matrices
+    have two dimensions, blocks of a common scale and positions in them; for FP8, `rows` lie in one row of blocks.
+    A stored column of FP4 is a byte with two numbers, so it meets two elements of a vector.
     """
 
     layout: ExpertLayout
@@ -126,17 +153,21 @@ class Part:
 
     @property
     def columns(self) -> Int[Array, "..."]:
-        """Index of every column."""
-        if self.layout.field(self.name).dtype != FP8:
-            return self.col + jnp.arange(self.cols, dtype=jnp.int32)
-        starts = self.col + FP8_BLOCK * jnp.arange(self.cols // FP8_BLOCK, dtype=jnp.int32)
-        return starts[:, None] + jnp.arange(FP8_BLOCK, dtype=jnp.int32)[None, :]
+        """Index of every stored column."""
+        packed = 2 if self.layout.dtype == FP4 else 1
+        first, count = self.col // packed, self.cols // packed
+        block = {FP8: FP8_BLOCK, FP4: FP4_BLOCK // packed}.get(self.layout.dtype)
+        if block is None:
+            return first + jnp.arange(count, dtype=jnp.int32)
+        starts = first + block * jnp.arange(count // block, dtype=jnp.int32)
+        return starts[:, None] + jnp.arange(block, dtype=jnp.int32)[None, :]
 
     @property
     def inside(self) -> Bool[Array, "..."] | None:
-        """Which columns the matrix has; None for all."""
+        """Which stored columns the matrix has; None for all."""
         width = self.layout.field(self.name).shape[1]
-        return None if self.col + self.cols <= width else self.columns < width
+        end = (self.col + self.cols) // (2 if self.layout.dtype == FP4 else 1)
+        return None if end <= width else self.columns < width
 
     def load(self, slots_ref: Ref, slots: Int[Array, " N"], active: Bool[Array, " N"] | None) -> Bits:
         """The part of the experts in `slots`; zeros beyond the matrix and, without a read, where not `active`."""
@@ -160,9 +191,28 @@ class Part:
         )
         where = slots_ref.at[jnp.broadcast_to(_along(slots, 1, 2 + rank), shape), index]
         values = load(where, mask)
-        return Bits(values, self._load_scales(slots_ref, slots, active) if rank == 2 else None)
+        scales = {FP8: self._load_fp8_scales, FP4: self._load_fp4_scales}.get(self.layout.dtype)
+        return Bits(values, scales and scales(slots_ref, slots, active))
 
-    def _load_scales(
+    def _load_fp4_scales(
+        self, slots_ref: Ref, slots: Int[Array, " N"], active: Bool[Array, " N"] | None
+    ) -> UInt8[Array, "rows N blocks"]:
+        """The scale of each block of each row."""
+        field = self.layout.field(f"{self.name}_scale")
+        first, count = self.col // FP4_BLOCK, self.cols // FP4_BLOCK
+        rows, blocks = (jnp.arange(size, dtype=jnp.int32) for size in (self.rows, count))
+        shape = (self.rows, *slots.shape, count)
+        index = field.offset + _along((self.row + rows) * field.shape[1], 0, 3) + _along(first + blocks, 2, 3)
+        below, inside = bound(self.row, self.rows, field.shape[0]), bound(first, count, field.shape[1])
+        masks = [
+            None if below is None else _along(below, 0, 3),
+            None if active is None else _along(active, 1, 3),
+            None if inside is None else _along(inside, 2, 3),
+        ]
+        where = slots_ref.at[jnp.broadcast_to(_along(slots, 1, 3), shape), jnp.broadcast_to(index, shape)]
+        return load(where, _all(masks, shape))
+
+    def _load_fp8_scales(
         self, slots_ref: Ref, slots: Int[Array, " N"], active: Bool[Array, " N"] | None
     ) -> UInt8[Array, "N blocks 4"]:
         """The bytes of the scale of each block: one 32-bit load a block."""
@@ -179,18 +229,36 @@ class Part:
         ]
         return load(slots_ref.at[jnp.broadcast_to(_along(slots, 0, 3), shape), index], _all(masks, shape))
 
-    def vector(self, ref: Ref, rows: Int[Array, " N"], active: Bool[Array, " N"] | None) -> Float32[Array, "N ..."]:
-        """The elements of `ref[rows]` that meet these columns; zeros where not `active`."""
+    def vectors(
+        self, ref: Ref, rows: Int[Array, " N"], active: Bool[Array, " N"] | None
+    ) -> tuple[Float32[Array, "N ..."], ...]:
+        """The elements of `ref[rows]` that meet these columns, for FP4 the even ones and the odd ones; zeros where not
+        `active`."""
         columns, inside = self.columns, self.inside
         rank, shape = 1 + columns.ndim, (*rows.shape, *columns.shape)
         masks = [None if active is None else _along(active, 0, rank), None if inside is None else inside[None]]
-        where = ref.at[jnp.broadcast_to(_along(rows, 0, rank), shape), jnp.broadcast_to(columns[None], shape)]
-        return load(where, _all(masks, shape)).astype(jnp.float32)
+        mask, row = _all(masks, shape), jnp.broadcast_to(_along(rows, 0, rank), shape)
+        which = (2 * columns, 2 * columns + 1) if self.layout.dtype == FP4 else (columns,)
+        return tuple(load(ref.at[row, jnp.broadcast_to(w[None], shape)], mask).astype(jnp.float32) for w in which)
 
     def times(
-        self, bits: Bits, vector: Float32[Array, "N ..."], factor: Float32[Array, " N"] | None, mode: Fp8Mode
+        self,
+        bits: Bits,
+        vectors: tuple[Float32[Array, "N ..."], ...],
+        factor: Float32[Array, " N"] | None,
+        mode: Fp8Mode,
     ) -> Float32[Array, "rows N ..."]:
-        """Each element times that of the vector, times `factor`. What can goes onto the vector: once for all rows."""
+        """Each element times that of the vector (for FP4, the sum of the two of a byte), times `factor`.
+
+        What can goes onto the vector: once for all rows. FP4 has scales per row: they go onto the sums of two.
+        """
+        if self.layout.dtype == FP4:
+            assert bits.scales is not None
+            if factor is not None:
+                vectors = tuple(vector * _along(factor, 0, vector.ndim) for vector in vectors)
+            both = fp4_values(bits.values) * vectors[0][None] + fp4_values(bits.values >> 4) * vectors[1][None]
+            return both * powers_of_two(bits.scales)[:, :, :, None]
+        (vector,) = vectors
         if bits.scales is None:
             vector = vector if factor is None else vector * _along(factor, 0, vector.ndim)
             return weight_values(bits.values, self.layout, self.name).astype(jnp.float32) * vector[None]

@@ -17,17 +17,20 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from pallas_kernels.fused_moe.reference import combine_routes
-from pallas_kernels.fused_moe.swiglu import hidden_dtype, is_fp8, sizes, swiglu
+from pallas_kernels.fused_moe.swiglu import activate, hidden_dtype
 from pallas_kernels.fused_moe.tiles import Ref, first_row, row_view
-from pallas_kernels.layout import FP8_BLOCK, ExpertLayout
+from pallas_kernels.layout import FP4, FP8, FP8_BLOCK, ExpertLayout
 
 TILE = 128  # hidden values per grid step: one lane tile, and one row of FP8 scale blocks
 SUBLANES = 8  # rows of a float32 tile; a single token is spread over them
 
 
 def check_shapes(layout: ExpertLayout, *, interpret: bool) -> None:
-    """Raises `ValueError` for shapes off the lane tiling; the interpreter takes any H, and F below 128."""
-    hidden, width = sizes(layout)
+    """Raises `ValueError` for what these kernels do not compute, and for shapes off the lane tiling; the interpreter
+    takes any H, and F below 128."""
+    hidden, width = layout.hidden, layout.width
+    if layout.dtype == FP4 or layout.biased:
+        raise ValueError("TPU kernels take no FP4 experts and no biases: choose implementation 'xla'")
     if (width % TILE and not (interpret and width < TILE)) or (hidden % TILE and not interpret):
         raise ValueError(f"TPU kernels need H and F to be multiples of {TILE}, got H={hidden}, F={width}")
 
@@ -94,13 +97,14 @@ def expert_tile(
     down: Shaped[Array, "H tile"],
     scales: tuple[Ref, ...],
     step: Int[Array, ""],
-    dtype: np.dtype,
+    layout: ExpertLayout,
 ) -> Float32[Array, "M H"]:
-    """What one tile of hidden values adds to the expert's output. Tiles are as stored, of weights of `dtype`."""
+    """What one tile of hidden values adds to the expert's output. Tiles are as stored."""
+    dtype = layout.dtype
     gate_scales, up_scales, down_scales = scales or (None, None, None)
     g = scaled_matmul_t(x, gate, gate_scales, (0, step), dtype=dtype, per_column=True)
     u = scaled_matmul_t(x, up, up_scales, (0, step), dtype=dtype, per_column=True)
-    h = swiglu(g, u).astype(hidden_dtype(x))
+    h = activate(g, u, layout.activation).astype(hidden_dtype(x))
     return scaled_matmul_t(h, down, down_scales, (0, step), dtype=dtype, per_column=False)
 
 
@@ -108,7 +112,7 @@ def weight_specs(
     layout: ExpertLayout, slot_of: Callable[..., Int[Array, ""]]
 ) -> tuple[list[pl.BlockSpec], list[pl.BlockSpec]]:
     """Block specs of gate, up, down (in the two row views) and of their scales; `slot_of(i, *prefetched)`."""
-    hidden, width = sizes(layout)
+    hidden, width = layout.hidden, layout.width
     tile = tile_width(width)
     first = {name: first_row(layout, name) for name in ("gate", "up", "down")}
 
@@ -123,14 +127,16 @@ def weight_specs(
         pl.BlockSpec((1, hidden, tile), lambda i, f, *p: (slot_of(i, *p), down, f)),
     ]
     scales = []
-    if is_fp8(layout):
+    if layout.dtype == FP8:
         for name in ("gate", "up", "down"):
             shape = layout.field(f"{name}_scale").shape
             scales.append(pl.BlockSpec((1, *shape), lambda i, f, *p: (i, 0, 0), memory_space=pltpu.SMEM))
     return specs, scales
 
 
-def _kernel(ids_ref: Ref, x_ref: Ref, gate_ref: Ref, up_ref: Ref, down_ref: Ref, *refs: Ref, dtype: np.dtype) -> None:
+def _kernel(
+    ids_ref: Ref, x_ref: Ref, gate_ref: Ref, up_ref: Ref, down_ref: Ref, *refs: Ref, layout: ExpertLayout
+) -> None:
     *scales, out_ref = refs
     route, step = pl.program_id(0), pl.program_id(1)
 
@@ -140,7 +146,7 @@ def _kernel(ids_ref: Ref, x_ref: Ref, gate_ref: Ref, up_ref: Ref, down_ref: Ref,
 
     @pl.when(ids_ref[route] >= 0)
     def _active() -> None:
-        part = expert_tile(x_ref[0], gate_ref[0], up_ref[0], down_ref[0], tuple(scales), step, dtype)
+        part = expert_tile(x_ref[0], gate_ref[0], up_ref[0], down_ref[0], tuple(scales), step, layout)
         out_ref[0] += part
 
 
@@ -154,7 +160,7 @@ def fused_moe(
     interpret: bool = False,
 ) -> Float32[Array, "B H"]:
     check_shapes(layout, interpret=interpret)
-    hidden, width = sizes(layout)
+    hidden, width = layout.hidden, layout.width
     batch, per_token = slot_ids.shape
     ids = slot_ids.reshape(-1).astype(jnp.int32)
     routes = batch * per_token
@@ -164,7 +170,7 @@ def fused_moe(
     scales = [gather_scales(slots, jnp.maximum(ids, 0), layout, n) for n in ("gate", "up", "down") if scale_specs]
     by_hidden, by_width = row_view(slots, layout, hidden), row_view(slots, layout, width)
     y = pl.pallas_call(
-        functools.partial(_kernel, dtype=layout.field("gate").dtype),
+        functools.partial(_kernel, layout=layout),
         out_shape=jax.ShapeDtypeStruct((routes, sublanes, hidden), jnp.float32),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,

@@ -30,8 +30,8 @@ def grouped_moe(
       slots: the slot cache, one expert block of `layout` per row.
       block_slots: slot of each block's expert; -1 leaves `out[n]` as it is.
       block_rows: token of each row; -1 for padding, whose result is zero.
-      layout: where gate, up and down lie in a block; bf16, f16, f32, or FP8 e4m3 with a scale per 128 x 128
-        block.
+      layout: where gate, up and down, their scales and biases lie in a block; bf16, f16, f32, FP8 e4m3 with a scale
+        per 128 x 128 block, or MXFP4; and the activation between them.
       implementation: `xla`, `gpu` or `tpu`; by default the best of this process's backend.
       interpret: run a Pallas implementation in the interpreter, on any backend.
       config: tiles of the GPU kernels; by default chosen from the expert's shape.
@@ -40,7 +40,7 @@ def grouped_moe(
     which blocks are processed: a layer's experts may be split into several calls with equal results to the
     bit. `assign_blocks` makes the blocks, `combine` sums their results.
     """
-    hidden = layout.field("down").shape[0]
+    hidden = layout.hidden
     if x.shape[1] != hidden or slots.shape[1] != layout.block_elems or slots.dtype != layout.storage:
         raise ValueError(
             f"grouped_moe: expected x[T, {hidden}] and slots {layout.storage}[S, {layout.block_elems}], "

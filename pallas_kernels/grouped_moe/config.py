@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pallas_kernels.fused_moe.config import Fp8Mode, fp8_mode
-from pallas_kernels.fused_moe.swiglu import is_fp8, sizes
-from pallas_kernels.layout import FP8_BLOCK, ExpertLayout
+from pallas_kernels.layout import FP4, FP8, FP8_BLOCK, ExpertLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +31,9 @@ class Config:
 
     def check(self, layout: ExpertLayout) -> None:
         """Raises `ValueError` where the tiles do not fit FP8 scale blocks."""
-        if is_fp8(layout) and (self.depth != FP8_BLOCK or FP8_BLOCK % self.up_cols or FP8_BLOCK % self.down_cols):
+        if layout.dtype == FP4 and self.depth < 32:
+            raise ValueError(f"grouped_moe config: FP4 experts need a depth from 32, got {self.depth}")
+        if layout.dtype == FP8 and (self.depth != FP8_BLOCK or FP8_BLOCK % self.up_cols or FP8_BLOCK % self.down_cols):
             raise ValueError(
                 f"grouped_moe config: FP8 experts need depth {FP8_BLOCK} and columns dividing it, got depth "
                 f"{self.depth}, up_cols {self.up_cols}, down_cols {self.down_cols}"
@@ -41,12 +42,14 @@ class Config:
 
 def default_config(layout: ExpertLayout) -> Config:
     """Tiles of 64 (32 for float32 experts, for registers), smaller for small experts. Not swept on a GPU."""
-    hidden, width = sizes(layout)
-    wide = layout.field("gate").dtype.itemsize == 4
+    hidden, width = layout.hidden, layout.width
+    wide = layout.dtype.itemsize == 4
     fit = lambda size: max(16, min(32 if wide else 64, 1 << (size - 1).bit_length()))  # noqa: E731
     return Config(
         up_cols=fit(width),
         down_cols=fit(hidden),
-        depth=FP8_BLOCK if is_fp8(layout) else min(fit(width), fit(hidden)),
+        depth=FP8_BLOCK
+        if layout.dtype == FP8
+        else max(32 if layout.dtype == FP4 else 16, min(fit(width), fit(hidden))),
         fp8=fp8_mode(),
     )

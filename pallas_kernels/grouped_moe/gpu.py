@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Int, Shaped, UInt8
 
 from pallas_kernels.fused_moe import tiles
-from pallas_kernels.fused_moe.swiglu import hidden_dtype, is_fp8, swiglu
+from pallas_kernels.fused_moe.swiglu import activate, fp4_values, hidden_dtype, powers_of_two
 from pallas_kernels.grouped_moe.config import Config, default_config
-from pallas_kernels.layout import FP8_BLOCK, ExpertLayout
+from pallas_kernels.layout import FP4, FP4_BLOCK, FP8, FP8_BLOCK, ExpertLayout
 
 
 def _dot_t(a: Float[Array, "M depth"], b: Float[Array, "cols depth"]) -> Float32[Array, "M cols"]:
@@ -37,7 +37,7 @@ def both_indices(rows: Int[Array, " M"], cols: Int[Array, " C"]) -> tuple[Int[Ar
 
 def _products(
     rows_ref: tiles.Ref,
-    bytes_ref: tiles.Ref | None,
+    flat_ref: tiles.Ref | None,
     weights_ref: tiles.Ref,
     slot: Int[Array, ""],
     source: Int[Array, " M"] | Int[Array, ""],
@@ -49,39 +49,73 @@ def _products(
     cols: int,
     config: Config,
 ) -> tuple[Float32[Array, "M cols"], ...]:
-    """`rows @ matrix[col : col + cols].T` for each name.
+    """`rows @ matrix[col : col + cols].T`, plus the bias, for each name.
 
     `rows_ref` is [T, contracted] with `source` the M rows to gather, or [N, M, contracted] with `source` a
-    block.
+    block. `flat_ref` is the slots as they are, for scales and biases; None where there are none.
     """
-    height, width = layout.field(names[0]).shape
-    depth = config.depth
+    height, width = layout.field(names[0]).shape  # as stored: a column of FP4 is a byte, with two numbers
+    packed = 2 if layout.dtype == FP4 else 1
+    depth = config.depth // packed
     below = tiles.bound(col, cols, height)
     count = valid.shape[0] if valid is not None else rows_ref.shape[1]
 
+    def load_rows(start: Int[Array, ""], parity: int) -> Float[Array, "M depth"]:
+        inside = tiles.both(valid, tiles.bound(start, depth, width), (count, depth))
+        if valid is None and packed == 1:
+            return tiles.load(rows_ref.at[source, :, pl.ds(start, depth)], inside)
+        # Index arrays for both dimensions: the interpreter does not mix them with slices under a mask.
+        columns = packed * (start + jnp.arange(depth, dtype=jnp.int32)) + parity
+        if valid is None:
+            return tiles.load(rows_ref.at[source, *both_indices(jnp.arange(count, dtype=jnp.int32), columns)], inside)
+        return tiles.load(rows_ref.at[both_indices(source, columns)], inside)
+
     def step(i: Int[Array, ""], totals: tuple[Float32[Array, "M cols"], ...]) -> tuple[Float32[Array, "M cols"], ...]:
         start = i * depth
-        inside = tiles.bound(start, depth, width)
-        if valid is None:
-            part = rows_ref.at[source, :, pl.ds(start, depth)]
-        else:
-            # Index arrays for both dimensions: the interpreter does not mix them with slices under a mask.
-            part = rows_ref.at[both_indices(source, start + jnp.arange(depth, dtype=jnp.int32))]
-        a = tiles.load(part, tiles.both(valid, inside, (count, depth)))
+        mask = tiles.both(below, tiles.bound(start, depth, width), (cols, depth))
+        rows = [load_rows(start, parity) for parity in range(packed)]
         new = []
         for name, total in zip(names, totals, strict=True):
             row = pl.ds(col + tiles.first_row(layout, name), cols)
-            b = tiles.load(weights_ref.at[slot, row, pl.ds(start, depth)], tiles.both(below, inside, (cols, depth)))
-            if bytes_ref is None:
-                new.append(total + _dot_t(a, tiles.weight_values(b, layout, name)))
-                continue
-            # A step is one column of blocks, the tile lies in one row of blocks: one scale for all.
-            scale = tiles.load_scale(bytes_ref, slot, layout, name, jax.lax.div(col, jnp.int32(FP8_BLOCK)), i)
-            new.append(total + _dot_t(a, tiles.fp8_values(b, config.fp8).astype(a.dtype)) * scale)
+            b = tiles.load(weights_ref.at[slot, row, pl.ds(start, depth)], mask)
+            if layout.dtype == FP8:
+                # A step is one column of blocks, the tile lies in one row of blocks: one scale for all.
+                scale = tiles.load_scale(flat_ref, slot, layout, name, jax.lax.div(col, jnp.int32(FP8_BLOCK)), i)
+                total += _dot_t(rows[0], tiles.fp8_values(b, config.fp8).astype(rows[0].dtype)) * scale
+            elif layout.dtype == FP4:
+                # Times a power of two a value of one bit of mantissa stays exact in the rows' dtype.
+                scale = powers_of_two(_load_fp4_scales(flat_ref, slot, layout, name, col, cols, start, depth, mask))
+                for half, part in enumerate(rows):
+                    total += _dot_t(part, (fp4_values(b >> (4 * half)) * scale).astype(part.dtype))
+            else:
+                total += _dot_t(rows[0], tiles.weight_values(b, layout, name))
+            new.append(total)
         return tuple(new)
 
     zeros = tuple(jnp.zeros((count, cols), jnp.float32) for _ in names)
-    return jax.lax.fori_loop(0, pl.cdiv(width, depth), step, zeros)
+    totals = jax.lax.fori_loop(0, pl.cdiv(width, depth), step, zeros)
+    if not layout.biased:
+        return totals
+    biases = [tiles.load_bias(flat_ref, slot[None], None, col, layout=layout, name=name, rows=cols) for name in names]
+    return tuple(total + jnp.sum(bias, axis=1)[None, :] for total, bias in zip(totals, biases, strict=True))
+
+
+def _load_fp4_scales(
+    flat_ref: tiles.Ref,
+    slot: Int[Array, ""],
+    layout: ExpertLayout,
+    name: str,
+    row: Int[Array, ""],
+    rows: int,
+    start: Int[Array, ""],
+    depth: int,
+    mask: Bool[Array, "rows depth"] | None,
+) -> UInt8[Array, "rows depth"]:
+    """The scale of every byte of a tile: the same for 16 of them, which the cache knows."""
+    field = layout.field(f"{name}_scale")
+    row_index, byte = both_indices(row + jnp.arange(rows, dtype=jnp.int32), start + jnp.arange(depth, dtype=jnp.int32))
+    block = jax.lax.div(byte, jnp.int32(FP4_BLOCK // 2))
+    return tiles.load(flat_ref.at[slot, field.offset + row_index * field.shape[1] + block], mask)
 
 
 def _up_kernel(
@@ -93,7 +127,7 @@ def _up_kernel(
     layout: ExpertLayout,
     config: Config,
 ) -> None:
-    *maybe_bytes, h_ref = refs
+    *maybe_flat, h_ref = refs
     block, col = pl.program_id(1), pl.program_id(0) * config.up_cols
     slot = slots_ref[block]
 
@@ -102,7 +136,7 @@ def _up_kernel(
         tokens = tokens_ref[block, :]
         gate, up = _products(
             x_ref,
-            maybe_bytes[0] if maybe_bytes else None,
+            maybe_flat[0] if maybe_flat else None,
             weights_ref,
             slot,
             jnp.maximum(tokens, 0),
@@ -113,19 +147,20 @@ def _up_kernel(
             cols=config.up_cols,
             config=config,
         )
-        _store(h_ref, block, col, swiglu(gate, up))
+        _store(h_ref, block, col, activate(gate, up, layout.activation))
 
 
 def _down_kernel(
     h_ref: tiles.Ref,
     slots_ref: tiles.Ref,
+    tokens_ref: tiles.Ref,
     weights_ref: tiles.Ref,
     *refs: tiles.Ref,
     layout: ExpertLayout,
     config: Config,
 ) -> None:
     # The array that `out_ref` is aliased with is an operand too; nothing is read from it.
-    *maybe_bytes, _, out_ref = refs
+    *maybe_flat, _, out_ref = refs
     block, col = pl.program_id(1), pl.program_id(0) * config.down_cols
     slot = slots_ref[block]
 
@@ -133,7 +168,7 @@ def _down_kernel(
     def _used() -> None:
         (y,) = _products(
             h_ref,
-            maybe_bytes[0] if maybe_bytes else None,
+            maybe_flat[0] if maybe_flat else None,
             weights_ref,
             slot,
             block,
@@ -144,6 +179,8 @@ def _down_kernel(
             cols=config.down_cols,
             config=config,
         )
+        if layout.biased:  # without, rows of zeros give zeros
+            y = jnp.where(tokens_ref[block, :][:, None] >= 0, y, 0.0)
         _store(out_ref, block, col, y)
 
 
@@ -168,9 +205,9 @@ def grouped_moe(
     config = config or default_config(layout)
     config.check(layout)
     blocks, rows, hidden = out.shape
-    width = layout.field("gate").shape[0]
-    by_bytes = [slots] if is_fp8(layout) else []
-    block_slots = block_slots.astype(jnp.int32)
+    width = layout.width
+    flat = [slots] if layout.dtype in (FP8, FP4) or layout.biased else []
+    block_slots, block_rows = block_slots.astype(jnp.int32), block_rows.astype(jnp.int32)
     params = plgpu.CompilerParams(num_warps=config.warps, num_stages=config.stages)
     h = pl.pallas_call(
         functools.partial(_up_kernel, layout=layout, config=config),
@@ -179,8 +216,9 @@ def grouped_moe(
         compiler_params=params,
         interpret=interpret,
         name="grouped_moe_up",
-    )(x, block_slots, block_rows.astype(jnp.int32), tiles.row_view(slots, layout, hidden), *by_bytes)
-    operands = [h, block_slots, tiles.row_view(slots, layout, width), *by_bytes, out]
+    )(x, block_slots, block_rows, tiles.row_view(slots, layout, layout.field("gate").shape[1]), *flat)
+    by_rows = tiles.row_view(slots, layout, layout.field("down").shape[1])
+    operands = [h, block_slots, block_rows, by_rows, *flat, out]
     return pl.pallas_call(
         functools.partial(_down_kernel, layout=layout, config=config),
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),

@@ -6,12 +6,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from pallas_kernels.fused_moe.swiglu import sizes
 from pallas_kernels.fused_moe.tiles import Ref, row_view
 from pallas_kernels.fused_moe.tpu import check_shapes, expert_tile, gather_scales, tile_width, weight_specs
 from pallas_kernels.grouped_moe.blocks import active_first
@@ -19,7 +17,14 @@ from pallas_kernels.layout import ExpertLayout
 
 
 def _kernel(
-    order_ref: Ref, slots_ref: Ref, x_ref: Ref, gate_ref: Ref, up_ref: Ref, down_ref: Ref, *refs: Ref, dtype: np.dtype
+    order_ref: Ref,
+    slots_ref: Ref,
+    x_ref: Ref,
+    gate_ref: Ref,
+    up_ref: Ref,
+    down_ref: Ref,
+    *refs: Ref,
+    layout: ExpertLayout,
 ) -> None:
     *scales, _, out_ref = refs
     step = pl.program_id(1)
@@ -28,7 +33,7 @@ def _kernel(
     def _first() -> None:
         out_ref[...] = jnp.zeros_like(out_ref)
 
-    out_ref[0] += expert_tile(x_ref[0], gate_ref[0], up_ref[0], down_ref[0], tuple(scales), step, dtype)
+    out_ref[0] += expert_tile(x_ref[0], gate_ref[0], up_ref[0], down_ref[0], tuple(scales), step, layout)
 
 
 def grouped_moe(
@@ -42,7 +47,7 @@ def grouped_moe(
     interpret: bool = False,
 ) -> Float32[Array, "N M H"]:
     check_shapes(layout, interpret=interpret)
-    hidden, width = sizes(layout)
+    hidden, width = layout.hidden, layout.width
     rows = out.shape[1]
     order, count = active_first(block_slots)
     slot = jnp.maximum(block_slots, 0).astype(jnp.int32)[order]
@@ -54,7 +59,7 @@ def grouped_moe(
     one_block = pl.BlockSpec((1, rows, hidden), lambda i, f, order, slot: (order[i], 0, 0))
     operands = [order, slot, gathered, by_hidden, by_hidden, by_width, *scales, out]
     return pl.pallas_call(
-        functools.partial(_kernel, dtype=layout.field("gate").dtype),
+        functools.partial(_kernel, layout=layout),
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,

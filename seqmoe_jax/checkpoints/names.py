@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 
+from pallas_kernels.layout import FP4, FP4_BLOCK
 from seqmoe_jax.checkpoints.fp8 import DEFAULT_BLOCK
 from seqmoe_jax.checkpoints.sources import NameMap, Source, check_names
 from seqmoe_jax.models.families import FAMILIES
 from seqmoe_jax.models.naming import ExpertNames
-from seqmoe_jax.models.spec import ModelSpec
+from seqmoe_jax.models.spec import ModelSpec, MoESpec
 
 __all__ = ["NameMap", "Source", "check_names", "names_of"]
 
@@ -32,8 +33,10 @@ def names_of(spec: ModelSpec, available: Set[str]) -> NameMap:
             theirs = names.model[ours]
         integers = tensor.dtype is not None and tensor.dtype.kind == "i"
         dense[ours] = Source(tensor=theirs, shape=tensor.shape, integers=integers)
+    moe, fp4 = spec.moe, spec.expert_dtype == FP4
     experts = tuple(
-        tuple(_experts(spec, names.prefix.format(index=index), names.experts, available)) for index in spec.moe_layers
+        tuple(_experts(spec.hidden, moe, fp4, names.prefix.format(index=index), names.experts, available))
+        for index in spec.moe_layers
     )
     ignored = tuple(pattern.format(layers=len(spec.layers)) for pattern in names.ignored)
     return NameMap(
@@ -46,21 +49,62 @@ def names_of(spec: ModelSpec, available: Set[str]) -> NameMap:
     )
 
 
-def _experts(spec: ModelSpec, prefix: str, names: ExpertNames, available: Set[str]) -> Iterator[dict[str, Source]]:
-    """Sources of one layer's experts: one tensor each, or parts of tensors fused over experts."""
-    count, width, hidden = spec.moe.experts, spec.moe.width, spec.hidden
-    gate_up, down = prefix + names.fused_gate_up, prefix + names.fused_down
-    for expert in range(count):
-        if gate_up in available:
-            both = (count, 2 * width, hidden)
-            yield {
-                "gate": Source(tensor=gate_up, shape=both, expert=expert, rows=(0, width)),
-                "up": Source(tensor=gate_up, shape=both, expert=expert, rows=(width, 2 * width)),
-                "down": Source(tensor=down, shape=(count, hidden, width), expert=expert),
-            }
+def _experts(
+    hidden: int, moe: MoESpec, fp4: bool, prefix: str, names: ExpertNames, available: Set[str]
+) -> Iterator[dict[str, Source]]:
+    """Sources of the fields of one layer's experts, in the form that the checkpoint has them."""
+    matrices = {"gate": (moe.width, hidden), "up": (moe.width, hidden), "down": (hidden, moe.width)}
+    fused = prefix + names.fused_gate_up + ("_blocks" if fp4 else "")
+    split = names.split and fused not in available
+    for expert in range(moe.experts):
+        if split:
+            yield _split(matrices, fp4, prefix, names, expert)
         else:
-            yield {
-                "gate": Source(tensor=prefix + names.gate.format(expert=expert), shape=(width, hidden)),
-                "up": Source(tensor=prefix + names.up.format(expert=expert), shape=(width, hidden)),
-                "down": Source(tensor=prefix + names.down.format(expert=expert), shape=(hidden, width)),
-            }
+            yield _fused(matrices, moe, fp4, prefix, names, expert)
+
+
+_Matrices = Mapping[str, tuple[int, int]]  # name -> [out, in]
+
+
+def _split(matrices: _Matrices, fp4: bool, prefix: str, names: ExpertNames, expert: int) -> dict[str, Source]:
+    """One tensor per expert and matrix."""
+    sources = {}
+    for name, (rows, cols) in matrices.items():
+        tensor = prefix + getattr(names, name).format(expert=expert)
+        if fp4:
+            end, replacement = names.scale_suffix
+            scale = tensor.removesuffix(end) + replacement
+            sources[name] = Source(tensor=tensor, shape=(rows, cols // 2), packed=True)
+            sources[f"{name}_scale"] = Source(tensor=scale, shape=(rows, cols // FP4_BLOCK), packed=True)
+        else:
+            sources[name] = Source(tensor=tensor, shape=(rows, cols))
+    return sources
+
+
+def _fused(
+    matrices: _Matrices, moe: MoESpec, fp4: bool, prefix: str, names: ExpertNames, expert: int
+) -> dict[str, Source]:
+    """Parts of tensors that hold all experts of a layer."""
+    count, width = moe.experts, moe.width
+    halves = {"gate": ((0, width), 1), "up": ((width, 2 * width), 1)}
+    turns = {"gate": ((0, 2 * width), 2), "up": ((1, 2 * width), 2)}
+    sources = {}
+    for name, (rows, cols) in matrices.items():
+        tensor = prefix + (names.fused_down if name == "down" else names.fused_gate_up)
+        part, step = (None, 1) if name == "down" else (turns if names.interleaved else halves)[name]
+        height = rows if name == "down" else 2 * rows
+
+        def source(tensor: str, *shape: int, part=part, step=step, **how: bool) -> Source:
+            return Source(tensor=tensor, shape=(count, *shape), expert=expert, rows=part, step=step, **how)
+
+        if fp4:
+            blocks = cols // FP4_BLOCK
+            sources[name] = source(f"{tensor}_blocks", height, blocks, FP4_BLOCK // 2, packed=True)
+            sources[f"{name}_scale"] = source(f"{tensor}_scales", height, blocks, packed=True)
+        elif names.transposed:
+            sources[name] = source(tensor, cols, height, transposed=True)
+        else:
+            sources[name] = source(tensor, height, cols)
+        if moe.bias:
+            sources[f"{name}_bias"] = source(f"{tensor}_bias", height)
+    return sources

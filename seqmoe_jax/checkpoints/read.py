@@ -19,7 +19,7 @@ def read_part(checkpoint: Checkpoint, source: Source) -> np.ndarray:
     offset, nbytes = source.byte_range(dtype.itemsize)
     raw = np.empty(nbytes, np.uint8)
     checkpoint.read_into(source.tensor, raw, offset)
-    return raw.view(dtype).reshape(source.part_shape)
+    return source.part_of(raw.view(dtype))
 
 
 def read_source(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from seqmoe_jax.errors import CheckpointError, ConfigError
+from seqmoe_jax.errors import CheckpointError, ConfigError, SeqMoEError
 
 PATTERNS = (
     "*.json",
@@ -43,6 +45,16 @@ def resolve_model(model: str | Path) -> Path:
     return _from_hub(model)
 
 
+def resolve_config(model: str) -> dict[str, Any]:
+    """The `config.json` alone of what `resolve_model` takes: of a model on the Hub nothing else is downloaded."""
+    if Path(model).expanduser().exists() or not HUB_ID.fullmatch(model):
+        return read_config(resolve_model(model))
+    from huggingface_hub import hf_hub_download
+
+    with _hub_faults(model):
+        return read_json(Path(hf_hub_download(model, "config.json")))
+
+
 def read_config(directory: str | Path) -> dict[str, Any]:
     """`config.json` of a model directory. Raises `ConfigError` where it is missing or not a JSON object."""
     return read_json(Path(directory) / "config.json")
@@ -75,7 +87,6 @@ def _demo() -> Path:
 def _from_hub(model: str) -> Path:
     # Imported here: most runs name a directory, and the package takes a while to import.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         cached = Path(snapshot_download(model, local_files_only=True, allow_patterns=list(PATTERNS)))
@@ -83,12 +94,23 @@ def _from_hub(model: str) -> Path:
             return cached
     except (OSError, ValueError):
         pass
-    try:
+    with _hub_faults(model):
         return Path(snapshot_download(model, allow_patterns=list(PATTERNS)))
+
+
+@contextmanager
+def _hub_faults(model: str) -> Iterator[None]:
+    """Whatever a download raises, as one line."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        yield
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "an error")
         advice = "check the id; for a gated model accept its licence and run `hf auth login`"
         raise CheckpointError(f"{model}: expected a model on the Hugging Face Hub, got {status}; {advice}") from error
+    except SeqMoEError:
+        raise
     except Exception as error:  # whatever the HTTP client of the day raises for no network
         reason = " ".join(str(error).split())[:100] or type(error).__name__
         advice = "connect to the network, or download it elsewhere (`hf download`) and give the directory"

@@ -16,30 +16,55 @@ log = logging.getLogger("seqmoe_jax")
 
 FLOATS = ("float32", "bfloat16", "float16", "float64", FP8.name)
 INTEGERS = ("int64", "int32")
+PACKED = ("uint8", "int8", "float8_e8m0fnu")  # names under which checkpoints store bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A checkpoint tensor of `shape`, or a contiguous part: `[expert]` of axis 0, then `rows` of that."""
+    """A checkpoint tensor of `shape`, or a part: `[expert]` of axis 0, transposed where the file has it so, then every
+    `step`-th of `rows` of that.
+
+    `packed` tensors hold bytes that are no numbers by themselves: FP4 codes, exponents.
+    """
 
     tensor: str
     shape: tuple[int, ...]
     expert: int | None = None
     rows: tuple[int, int] | None = None
+    step: int = 1
+    transposed: bool = False
+    packed: bool = False
     integers: bool = False
 
     @property
+    def _inner(self) -> tuple[int, ...]:
+        return self.shape if self.expert is None else self.shape[1:]
+
+    @property
     def part_shape(self) -> tuple[int, ...]:
-        shape = self.shape if self.expert is None else self.shape[1:]
-        return shape if self.rows is None else (self.rows[1] - self.rows[0], *shape[1:])
+        shape = self._inner[::-1] if self.transposed else self._inner
+        return shape if self.rows is None else (-(-(self.rows[1] - self.rows[0]) // self.step), *shape[1:])
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the part lies in the file as it is wanted."""
+        return self.step == 1 and not self.transposed
 
     def byte_range(self, itemsize: int) -> tuple[int, int]:
-        """Offset inside the tensor, and length, in bytes."""
-        inner = self.shape if self.expert is None else self.shape[1:]
-        start = 0 if self.expert is None else self.expert * math.prod(inner)
-        if self.rows is not None:
-            start += self.rows[0] * math.prod(inner[1:])
-        return start * itemsize, math.prod(self.part_shape) * itemsize
+        """Offset inside the tensor, and length, in bytes, of what has to be read."""
+        size = math.prod(self._inner)
+        start = 0 if self.expert is None else self.expert * size
+        if self.rows is None or self.transposed:
+            return start * itemsize, size * itemsize
+        row = math.prod(self._inner[1:])
+        return (start + self.rows[0] * row) * itemsize, (self.rows[1] - self.rows[0]) * row * itemsize
+
+    def part_of(self, read: np.ndarray) -> np.ndarray:
+        """The part, a view of what was read, `[*part_shape]`."""
+        if self.transposed:
+            whole = read.reshape(self._inner).T
+            return whole if self.rows is None else whole[self.rows[0] : self.rows[1] : self.step]
+        return read.reshape(-1, *self._inner[1:])[:: self.step]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +92,11 @@ class NameMap:
         """The scales of an FP8 weight. Raises `ConfigError` where a part begins in the middle of a block."""
         end, replacement = self.scale_suffix
         rows = source.rows
+        if not source.contiguous:
+            raise ConfigError(
+                f"tensor {source.tensor!r}: expected FP8 weights as [out, in] with gate and up apart, got them "
+                "transposed or interleaved; save the checkpoint with one tensor per expert"
+            )
         if rows is not None:
             if rows[0] % self.block[0]:
                 raise ConfigError(
@@ -102,7 +132,7 @@ def check_names(checkpoint: Checkpoint, names: NameMap) -> None:
             wrong.append(f"{name} of {info.dtype}")
 
     for source in names.sources():
-        kinds = INTEGERS if source.integers else FLOATS
+        kinds = PACKED if source.packed else INTEGERS if source.integers else FLOATS
         see(source.tensor, source.shape, kinds)
         if source.tensor in checkpoint.names and checkpoint.info(source.tensor).dtype == FP8:
             scale = names.scale_source(source)

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Shaped
 
-from pallas_kernels.layout import FP8_BLOCK, ExpertLayout, Field
+from pallas_kernels.layout import FP4, FP8_BLOCK, ExpertLayout, Field
 from seqmoe_jax.checkpoints.fp8 import FP8
 from seqmoe_jax.checkpoints.read import read_part, read_source
 from seqmoe_jax.checkpoints.safetensors import Checkpoint
@@ -30,6 +30,7 @@ from seqmoe_jax.errors import CheckpointError, ConfigError
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all), from the calling thread
 Pool = tuple[Shaped[Array, "E n"], ...]
 _Work = Callable[[np.ndarray], int]  # writes into the bytes of one layer, returns how many
+FP4_SPREAD = 2.8  # of e2m1 values with uniform codes
 BATCH_BYTES = 32 << 20  # what one thread reads before it looks for more: long enough to be sequential on disk
 FP8_SPREAD = 100.0  # of random e4m3 values: the largest, 448, is 4.5 deviations out, as in a real block
 
@@ -149,8 +150,12 @@ def _random_field(layout: ExpertLayout, field: Field, rng: np.random.Generator, 
     """The bytes of one random field as unsigned integers as wide as its elements, `[prod(shape)]`."""
     size = math.prod(field.shape)
     bits = np.dtype(f"u{field.dtype.itemsize}")
-    deviation = scale / math.sqrt(layout.field(field.name.removesuffix("_scale")).shape[-1])
+    matrix = field.name.removesuffix("_scale").removesuffix("_bias")
+    deviation = scale / math.sqrt(layout.width if matrix == "down" else layout.hidden)
     values: np.ndarray
+    if field.name.endswith("_scale") and layout.dtype == FP4:
+        # Exponents next to the one that gives codes, which are uniform, the deviation.
+        return rng.integers(-1, 2, size).astype(np.uint8) + np.uint8(127 + round(math.log2(deviation / FP4_SPREAD)))
     if field.name.endswith("_scale"):
         # FP8 values have a deviation of FP8_SPREAD. Scales of real checkpoints spread at least this widely.
         values = deviation / FP8_SPREAD * rng.uniform(0.8, 1.25, size)
@@ -257,6 +262,8 @@ def _check_job(checkpoint: Checkpoint, names: NameMap, job: _Job) -> None:
             f"{list(names.block)}; build the layout with bfloat16 or float32 to have the experts dequantised"
         )
     shape = (names.scale_source(job.source) if job.scales else job.source).part_shape
+    if job.source.packed:  # files may count the bytes of a block apart
+        shape = (shape[0], math.prod(shape[1:]))
     if shape != field.shape:
         raise CheckpointError(
             f"{checkpoint.directory}: expected {job.source.tensor!r} to give {field.name} "
@@ -269,11 +276,13 @@ def _read_job(checkpoint: Checkpoint, names: NameMap, job: _Job, view: np.ndarra
     out = view[start : start + job.field.nbytes]
     source = names.scale_source(job.source) if job.scales else job.source
     stored = checkpoint.info(source.tensor).dtype
-    if stored == job.field.dtype:
+    if source.contiguous and (stored == job.field.dtype or source.packed):
         checkpoint.read_into(source.tensor, out, source.byte_range(stored.itemsize)[0])
         return
     typed = out.view(job.field.dtype).reshape(job.field.shape)
-    if job.scales:
+    if source.packed:
+        typed[...] = read_part(checkpoint, source).view(np.uint8).reshape(job.field.shape)
+    elif job.scales:
         typed[...] = read_part(checkpoint, source)
     else:
         read_source(checkpoint, names, source, job.field.dtype, out=typed)

@@ -15,6 +15,7 @@ LAYER = {
     **{f"mixer.{name}_bias": f"self_attn.{name}_proj.bias" for name in "qkvo"},
     "mixer.q_norm": "self_attn.q_norm.weight",
     "mixer.k_norm": "self_attn.k_norm.weight",
+    "mixer.sinks": "self_attn.sinks",
     "router.weight": "mlp.gate.weight",
     **{f"mlp.{name}": f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
 }
@@ -27,9 +28,20 @@ SHARED = {f"shared.{name}": f"mlp.shared_experts.{name}_proj.weight" for name in
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertNames:
-    """Names of experts' tensors below a layer: one per expert and matrix (`{expert}`), and where a checkpoint may have
-    them so, fused over experts: gate and up `[E, 2F, H]` in that order, and down `[E, H, F]`."""
+    """Names of experts' tensors below a layer.
 
+    One per expert and matrix (`{expert}`), and where a checkpoint may have them so, fused over experts: gate and up
+    `[E, 2F, H]` in that order, and down `[E, H, F]`. `split` is False where they only come fused, `interleaved` where
+    gate has the even rows and up the odd ones, `transposed` where files have `[E, in, out]`.
+
+    FP4 experts: one per expert with scales beside them, named by `scale_suffix`, or fused (never transposed) in
+    `{name}_blocks` and `{name}_scales`. Biases are `{name}_bias` of the fused names.
+    """
+
+    split: bool = True
+    interleaved: bool = False
+    transposed: bool = False
+    scale_suffix: tuple[str, str] = (".weight", ".scale")
     gate: str = "mlp.experts.{expert}.gate_proj.weight"
     up: str = "mlp.experts.{expert}.up_proj.weight"
     down: str = "mlp.experts.{expert}.down_proj.weight"

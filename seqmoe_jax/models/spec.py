@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pallas_kernels.layout import SWIGLU, Activation, ExpertLayout, swiglu_layout
+from pallas_kernels.layout import FP4, FP8, SWIGLU, Activation, ExpertLayout, swiglu_layout
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.models.mixers import Mixer
 from seqmoe_jax.models.mlp import DenseSpec, DenseWeights, SharedSpec
@@ -24,6 +24,7 @@ class MoESpec:
     router: RouterSpec
     width: int
     activation: Activation = SWIGLU
+    bias: bool = False  # of each expert's three projections
     shared: SharedSpec | None = None
 
     @property
@@ -101,7 +102,7 @@ class ModelSpec:
         Raises `ConfigError` for a model without experts or with experts of several shapes.
         """
         layers = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoESpec)]
-        kinds = {(mlp.experts, mlp.top_k, mlp.width, mlp.activation) for mlp in layers}
+        kinds = {(mlp.experts, mlp.top_k, mlp.width, mlp.activation, mlp.bias) for mlp in layers}
         if len(kinds) != 1:
             raise ConfigError(
                 f"config.json: expected one kind of MoE layer, got {len(kinds)}; a dense model has nothing to offload"
@@ -121,7 +122,15 @@ class ModelSpec:
     @property
     def expert_layout(self) -> ExpertLayout:
         moe = self.moe
-        return swiglu_layout(hidden=self.hidden, width=moe.width, dtype=self.expert_dtype, activation=moe.activation)
+        # Biases of quantised experts are in the files' dtype of dense weights.
+        bias = self.dtype if self.expert_dtype in (FP8, FP4) else self.expert_dtype
+        return swiglu_layout(
+            hidden=self.hidden,
+            width=moe.width,
+            dtype=self.expert_dtype,
+            activation=moe.activation,
+            bias=bias if moe.bias else None,
+        )
 
     def tensors(self) -> Tensors:
         """All dense tensors by canonical name: `embed`, `final_norm`, `lm_head`, and below `layers.{i}.` those of

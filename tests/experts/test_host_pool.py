@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jaxtyping import Array
+from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from make_random_checkpoint import make_config, write_checkpoint
 
-from pallas_kernels.layout import FP8, ExpertLayout, swiglu_layout
+from pallas_kernels.fused_moe.swiglu import unpack_weight
+from pallas_kernels.layout import FP4, FP8, ExpertLayout, swiglu_layout
 from seqmoe_jax.checkpoints.names import check_names, names_of
 from seqmoe_jax.checkpoints.read import read_part, read_source
 from seqmoe_jax.checkpoints.safetensors import Checkpoint, open_checkpoint
@@ -97,6 +100,89 @@ def test_every_expert_is_packed_as_its_layout_says(tmp_path: Path, stored: str, 
             np.testing.assert_array_equal(row.view(np.uint8), expected.view(np.uint8))
     assert steps[-1][0] == steps[-1][1]
     assert steps == sorted(steps)
+
+
+def gpt_oss(directory: Path, **changes: Any) -> tuple[Checkpoint, NameMap, ExpertLayout, dict[str, np.ndarray]]:
+    """A checkpoint of random numbers and bytes under GPT-OSS's names."""
+    config = {
+        "model_type": "gpt_oss", "vocab_size": 16, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_local_experts": 3,
+        "num_experts_per_tok": 2, "max_position_embeddings": 64, "torch_dtype": "float32",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    } | changes  # fmt: skip
+    spec, rng = spec_from_config(config), np.random.default_rng(0)
+    arrays = {
+        source.tensor: rng.integers(0, 256, source.shape, np.uint8)
+        if source.packed
+        else rng.standard_normal(source.shape, np.float32)
+        for source in names_of(spec, frozenset()).sources()
+    }
+    save_file(arrays, directory / "model.safetensors")
+    checkpoint = open_checkpoint(directory)
+    names = names_of(spec, checkpoint.names)
+    check_names(checkpoint, names)
+    return checkpoint, names, spec.expert_layout, arrays
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_interleaved_and_transposed_experts_are_taken_apart(tmp_path: Path, quantised: bool):
+    changes = {"quantization_config": {"quant_method": "mxfp4"}} if quantised else {}
+    checkpoint, names, layout, arrays = gpt_oss(tmp_path, **changes)
+    (pool,) = load_host_pool(checkpoint, names, layout, num_layers=1, num_experts=3, device=jax.devices()[0])
+
+    def theirs(name: str) -> np.ndarray:
+        return arrays[f"model.layers.0.mlp.experts.{name}"]
+
+    for expert, block in enumerate(np.asarray(pool)):
+        expected = {f"{name}_bias": theirs("gate_up_proj_bias")[expert, i::2] for i, name in enumerate(("gate", "up"))}
+        expected["down_bias"] = theirs("down_proj_bias")[expert]
+        if quantised:
+            for parity, name in enumerate(("gate", "up")):
+                expected[name] = theirs("gate_up_proj_blocks")[expert, parity::2].reshape(32, 32)
+                expected[f"{name}_scale"] = theirs("gate_up_proj_scales")[expert, parity::2]
+            expected["down"] = theirs("down_proj_blocks")[expert].reshape(64, 16)
+            expected["down_scale"] = theirs("down_proj_scales")[expert]
+        else:
+            expected |= {name: theirs("gate_up_proj")[expert, :, i::2].T for i, name in enumerate(("gate", "up"))}
+            expected["down"] = theirs("down_proj")[expert].T
+        np.testing.assert_array_equal(block, layout.pack(expected))
+
+
+def test_fp8_scales_may_be_powers_of_two(tmp_path: Path):
+    """DeepSeek-V4 stores them as exponents."""
+    checkpoint, names = written(tmp_path, "fp8")
+    info, source = checkpoint.info, names.experts[0][0]["gate"]
+
+    class Exponents(Checkpoint):
+        """The same checkpoint, every scale 2 ** -7."""
+
+        def __init__(self) -> None:
+            self.__dict__.update(checkpoint.__dict__)
+
+        def info(self, name: str):
+            found = info(name)
+            return replace(found, dtype=np.dtype(ml_dtypes.float8_e8m0fnu)) if name.endswith("_inv") else found
+
+        def read_into(self, name: str, out: np.ndarray, byte_offset: int = 0) -> None:
+            if name.endswith("_inv"):
+                out[...] = 120
+            else:
+                checkpoint.read_into(name, out, byte_offset)
+
+    check_names(Exponents(), names)
+    layout = swiglu_layout(hidden=HIDDEN, width=WIDTH, dtype=FP8)
+    block = np.asarray(load(Exponents(), names, layout)[0][0])
+    np.testing.assert_array_equal(layout.unpack(jnp.asarray(block), "gate_scale"), 2.0**-7)
+    plain = read_part(checkpoint, source).astype(np.float32) * 2.0**-7
+    np.testing.assert_array_equal(unpack_weight(jnp.asarray(block), layout, "gate"), plain)
+
+
+def test_random_fp4_experts_have_the_spread_of_the_others():
+    layout = swiglu_layout(hidden=256, width=384, dtype=FP4, bias=BF16)
+    (pool,) = random_host_pool(layout, 1, 2)
+    for name, fan_in in (("gate", 256), ("down", 384)):
+        weight = np.asarray(unpack_weight(jnp.asarray(np.asarray(pool)[1]), layout, name))
+        assert 0.5 < weight.std() * fan_in**0.5 < 2
 
 
 def test_layouts_that_the_files_cannot_fill(tmp_path: Path):

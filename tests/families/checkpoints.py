@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -118,6 +120,14 @@ class Reference:
     logits: np.ndarray  # [len(tokens), V]
 
 
+FAMILIES["gpt_oss"] = (
+    "GptOss",
+    dict(intermediate_size=96, num_key_value_heads=2, head_dim=16, num_local_experts=8, sliding_window=20,
+         rope_parameters={"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0,
+                          "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 16}),
+)  # fmt: skip
+
+
 def make(family: str, directory: Path) -> Reference:
     """Writes a checkpoint of bfloat16 weights and runs it."""
     name, changes = FAMILIES[family]
@@ -160,5 +170,39 @@ def randomize(model: torch.nn.Module) -> None:
             elif name.endswith("embed_tokens.weight"):
                 value = noise
             else:
-                value = 1.5 * tensor.shape[-1] ** -0.5 * noise
+                # GPT-OSS holds its experts as [E, in, out].
+                turned = type(model).__name__.startswith("GptOss") and ".experts." in name
+                value = 1.5 * tensor.shape[-2 if turned else -1] ** -0.5 * noise
             tensor.copy_(value)
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[..., rows, columns] -> codes [..., rows, blocks, 16], exponents [..., rows, blocks], what they mean."""
+    blocks = weight.float().unflatten(-1, (-1, 32))
+    exponent = torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 6))
+    codes = (blocks / 2**exponent).unsqueeze(-1).sub(E2M1).abs().argmin(-1)
+    packed = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    return packed, (exponent[..., 0] + 127).to(torch.uint8), (E2M1[codes] * 2**exponent).flatten(-2)
+
+
+def make_mxfp4(directory: Path) -> Reference:
+    """GPT-OSS as published: experts in MXFP4. The reference runs on what they mean, which is exact in bfloat16."""
+    plain = directory / "dequantised"
+    make("gpt_oss", plain)
+    tensors = load_file(plain / "model.safetensors")
+    stored, meant = dict(tensors), dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            del stored[name]
+            stored[f"{name}_blocks"], stored[f"{name}_scales"], value = to_mxfp4(tensor.mT)
+            meant[name] = value.mT.bfloat16().contiguous()
+    config = json.loads((plain / "config.json").read_text())
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    save_file(meant, plain / "model.safetensors", {"format": "pt"})
+    reference = run("GptOss", plain)
+    return Reference(directory=directory, tokens=reference.tokens, logits=reference.logits)

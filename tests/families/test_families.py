@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
-from checkpoints import FAMILIES, NEW, PROMPT, make
+from checkpoints import FAMILIES, NEW, PROMPT, make, make_mxfp4
 from safetensors.torch import load_file, save_file
 
 from seqmoe_jax.decode import StepOutput, choose, forward
@@ -46,10 +46,11 @@ class RecordingEngine(TokenEngine):
         return recording
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+@pytest.fixture(scope="module", params=[*sorted(FAMILIES), "gpt_oss-mxfp4"])
 def case(request, tmp_path_factory):
     """(our model, the reference)."""
-    reference = make(request.param, tmp_path_factory.mktemp(request.param))
+    directory = tmp_path_factory.mktemp(request.param)
+    reference = make_mxfp4(directory) if request.param == "gpt_oss-mxfp4" else make(request.param, directory)
     return load_model(reference.directory)[0], reference
 
 

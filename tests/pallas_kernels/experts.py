@@ -6,16 +6,42 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.layout import FP8, FP8_BLOCK, swiglu_layout
+from pallas_kernels.layout import FP4, FP4_BLOCK, FP8, FP8_BLOCK, SWIGLU, Activation, swiglu_layout
 
+# GPT-OSS has these two; half the values that the tests' experts make are clamped.
+OAI = Activation(limit=0.7, slope=1.702, shift=1.0)
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
 
 
-def random_slots(hidden: int, width: int, dtype: np.dtype, *, slots: int, seed: int = 0):
+# What the experts of some cases have besides, by (dtype of the expert, dtype of x): GPT-OSS as published and in bf16,
+# DeepSeek-V4's clamps.
+EXTRAS = {
+    (FP4, BF16): {"activation": OAI, "bias": BF16},
+    (FP4, F32): {"activation": Activation(limit=1.0)},
+    (BF16, F32): {"activation": OAI, "bias": BF16},
+    (F16, BF16): {"activation": Activation(limit=0.5)},
+}
+
+
+def random_slots(
+    hidden: int,
+    width: int,
+    dtype: np.dtype,
+    *,
+    slots: int,
+    seed: int = 0,
+    activation: Activation = SWIGLU,
+    bias: np.dtype | None = None,
+):
     """(layout, slots [S, n], the unpacked tensors of every slot)."""
-    layout, rng = swiglu_layout(hidden=hidden, width=width, dtype=dtype), np.random.default_rng(seed)
+    layout = swiglu_layout(hidden=hidden, width=width, dtype=dtype, activation=activation, bias=bias)
+    rng = np.random.default_rng(seed)
 
     def tensor(field):
+        if field.dtype == np.uint8:  # FP4: exponents, or any two codes
+            low, high = (120, 125) if field.name.endswith("_scale") else (0, 256)
+            return rng.integers(low, high, field.shape, np.uint8)
         if field.name.endswith("_scale"):
             return rng.uniform(0.01, 0.03, field.shape).astype(np.float32)
         return (rng.normal(size=field.shape) * (3.0 if dtype == FP8 else 0.05)).astype(field.dtype)
@@ -24,22 +50,32 @@ def random_slots(hidden: int, width: int, dtype: np.dtype, *, slots: int, seed: 
     return layout, jnp.asarray(np.stack([layout.pack(t) for t in tensors])), tensors
 
 
-def oracle(tensors: dict[str, np.ndarray], x: np.ndarray, *, round_hidden: bool) -> np.ndarray:
+def oracle(
+    tensors: dict[str, np.ndarray], x: np.ndarray, *, round_hidden: bool, activation: Activation = SWIGLU
+) -> np.ndarray:
     """Output of one expert for a token, float64."""
 
     def weight(name: str) -> np.ndarray:
+        if tensors[name].dtype == np.uint8:
+            codes = np.stack([tensors[name] & 15, tensors[name] >> 4], axis=-1).reshape(len(tensors[name]), -1)
+            scales = 2.0 ** (tensors[f"{name}_scale"].astype(np.float64) - 127)
+            return E2M1[codes] * np.repeat(scales, FP4_BLOCK, axis=1)
         value = tensors[name].astype(np.float64)
         if f"{name}_scale" not in tensors:
             return value
         rows, cols = np.indices(value.shape) // FP8_BLOCK
         return value * tensors[f"{name}_scale"].astype(np.float64)[rows, cols]
 
-    x = x.astype(np.float64)
-    gate, up = weight("gate") @ x, weight("up") @ x
-    hidden = gate / (1 + np.exp(-gate)) * up
+    def product(name: str, x: np.ndarray) -> np.ndarray:
+        return weight(name) @ x + tensors.get(f"{name}_bias", np.zeros(1)).astype(np.float64)
+
+    gate, up = product("gate", x.astype(np.float64)), product("up", x.astype(np.float64))
+    if activation.limit is not None:
+        gate, up = np.minimum(gate, activation.limit), np.clip(up, -activation.limit, activation.limit)
+    hidden = gate / (1 + np.exp(-activation.slope * gate)) * (up + activation.shift)
     if round_hidden:
         hidden = hidden.astype(np.float32).astype(BF16).astype(np.float64)
-    return weight("down") @ hidden
+    return product("down", hidden)
 
 
 def error(got, want) -> float:
@@ -54,4 +90,10 @@ REAL_SHAPES = {
     "qwen3-30b-fp8": (8, 2048, 768, FP8),
     "demo": (4, 256, 64, BF16),
     "gpt-oss": (4, 2880, 2880, BF16),
+    "gpt-oss-mxfp4": (4, 2880, 2880, FP4),
 }
+
+
+def real_layout(name: str):
+    _, hidden, width, dtype = REAL_SHAPES[name]
+    return swiglu_layout(hidden=hidden, width=width, dtype=dtype, **EXTRAS.get((dtype, BF16), {}))

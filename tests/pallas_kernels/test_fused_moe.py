@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from experts import BF16, F16, F32, REAL_SHAPES, error, oracle, random_slots
+from experts import BF16, E2M1, EXTRAS, F16, F32, REAL_SHAPES, error, oracle, random_slots, real_layout
 from lowering import lower_for
 
 from pallas_kernels.fused_moe import Config, fused_moe
 from pallas_kernels.fused_moe.config import default_config
+from pallas_kernels.fused_moe.swiglu import fp4_values, powers_of_two
 from pallas_kernels.fused_moe.tiles import check_addressable
-from pallas_kernels.layout import FP8, swiglu_layout
+from pallas_kernels.layout import FP4, FP8, swiglu_layout
 
 # dtype of the expert, dtype of x, H, F. FP8 shapes: one ragged block, several whole blocks, ragged last ones.
 CASES = [
@@ -25,13 +26,16 @@ CASES = [
     (FP8, BF16, 192, 80),
     (FP8, BF16, 256, 128),
     (FP8, F32, 160, 136),
+    (BF16, F32, 64, 48),
+    (FP4, BF16, 192, 96),
+    (FP4, F32, 64, 160),
 ]
 IDS = [f"{expert.name}-x_{x.name}-{hidden}x{width}" for expert, x, hidden, width in CASES]
 SLOT_IDS = {1: [[3, -1, 0]], 2: [[3, -1, 0], [2, 1, 4]]}
 
 
 def case(dtype, x_dtype, hidden, width, *, batch, slots=5):
-    layout, blocks, tensors = random_slots(hidden, width, dtype, slots=slots)
+    layout, blocks, tensors = random_slots(hidden, width, dtype, slots=slots, **EXTRAS.get((dtype, x_dtype), {}))
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.normal(size=(batch, hidden)).astype(x_dtype))
     weights = jnp.asarray(rng.uniform(0.1, 1, (batch, 3)), jnp.float32)
@@ -55,7 +59,7 @@ def test_reference_computes_the_formula(dtype, x_dtype, hidden, width, batch):
     layout, tensors, (x, blocks, ids, weights) = case(dtype, x_dtype, hidden, width, batch=batch)
     want = np.zeros((batch, hidden))
     for b, k in np.argwhere(np.asarray(ids) >= 0):
-        y = oracle(tensors[ids[b, k]], np.asarray(x[b]), round_hidden=x_dtype == BF16)
+        y = oracle(tensors[ids[b, k]], np.asarray(x[b]), round_hidden=x_dtype == BF16, activation=layout.activation)
         want[b] += float(weights[b, k]) * y
     got = run("xla", layout, (x, blocks, ids, weights))
     assert got.dtype == jnp.float32
@@ -68,8 +72,16 @@ def test_reference_computes_the_formula(dtype, x_dtype, hidden, width, batch):
 def test_kernels_agree_with_the_reference(dtype, x_dtype, hidden, width, implementation):
     if implementation == "tpu" and width > 128 and width % 128:
         pytest.skip("the TPU kernel takes whole tiles of 128")
+    if implementation == "tpu" and (dtype == FP4 or "bias" in EXTRAS.get((dtype, x_dtype), {})):
+        pytest.skip("the TPU kernel refuses them")
     layout, _, args = case(dtype, x_dtype, hidden, width, batch=2)
     assert error(run(implementation, layout, args), run("xla", layout, args)) < (1e-3 if x_dtype == BF16 else 2e-6)
+
+
+def test_any_block_shape_gives_the_same_for_fp4():
+    layout, _, args = case(FP4, BF16, 192, 96, batch=2)
+    config = Config(up_rows=4, up_cols=64, down_rows=8, down_cols=32)
+    assert error(run("gpu", layout, args, config=config), run("xla", layout, args)) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -117,6 +129,21 @@ def test_inactive_routes_contribute_nothing_even_beside_nan(implementation):
     np.testing.assert_array_equal(none, jnp.zeros_like(none))
 
 
+def test_e2m1_codes_and_powers_of_two_are_exact():
+    codes = jnp.arange(16, dtype=jnp.uint8)
+    np.testing.assert_array_equal(fp4_values(codes | 0xA0), E2M1)
+    assert np.signbit(np.asarray(fp4_values(codes)))[8:].all()
+    exponents = jnp.asarray([1, 126, 127, 128, 254], jnp.uint8)
+    np.testing.assert_array_equal(powers_of_two(exponents), 2.0 ** (np.asarray(exponents, np.float32) - 127))
+
+
+def test_fp4_layouts_have_the_published_size():
+    layout = real_layout("gpt-oss-mxfp4")
+    assert layout.block_bytes == sum(field.nbytes for field in layout.fields) == 13_236_480
+    with pytest.raises(ValueError, match="multiples of 32, got H=64, F=48"):
+        swiglu_layout(hidden=64, width=48, dtype=FP4)
+
+
 @pytest.mark.parametrize("code", [0x01, 0x07, 0x08, 0x7E, 0x81, 0xFE, 0x00])
 def test_e4m3_bits_are_exact(code):
     from pallas_kernels.fused_moe.tiles import fp8_values
@@ -141,8 +168,8 @@ def test_reference_makes_no_array_of_the_slots_size(dtype):
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("name", REAL_SHAPES)
 def test_gpu_kernel_lowers_for_real_shapes(name, batch):
-    per_token, hidden, width, dtype = REAL_SHAPES[name]
-    layout = swiglu_layout(hidden=hidden, width=width, dtype=dtype)
+    per_token, hidden, _, _ = REAL_SHAPES[name]
+    layout = real_layout(name)
     args = shapes(batch, per_token, hidden, layout)
     text = lower_for("cuda", partial(fused_moe, layout=layout, implementation="gpu"), *args)
     assert text.count("__gpu$xla.gpu.triton") == 2
@@ -196,6 +223,13 @@ def test_unaligned_tpu_shapes_are_refused():
     layout, _, args = case(BF16, BF16, 192, 80, batch=1)
     with pytest.raises(ValueError, match="multiples of 128, got H=192, F=80"):
         fused_moe(*args, layout=layout, implementation="tpu")
+
+
+@pytest.mark.parametrize("extras", [{"dtype": FP4}, {"dtype": BF16, "bias": BF16}])
+def test_tpu_kernels_refuse_what_they_do_not_compute(extras):
+    layout = swiglu_layout(hidden=128, width=128, **extras)
+    with pytest.raises(ValueError, match="no FP4 experts and no biases: choose implementation 'xla'"):
+        jax.eval_shape(partial(fused_moe, layout=layout, implementation="tpu"), *shapes(1, 2, 128, layout))
 
 
 def test_other_layouts_slots_are_refused():

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from experts import BF16, F16, F32, REAL_SHAPES, error, oracle, random_slots
+from experts import BF16, EXTRAS, F16, F32, REAL_SHAPES, error, oracle, random_slots, real_layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowering import lower_for
@@ -16,7 +16,7 @@ from lowering import lower_for
 from pallas_kernels.fused_moe import fused_moe
 from pallas_kernels.grouped_moe import assign_blocks, combine, grouped_moe
 from pallas_kernels.grouped_moe.blocks import num_blocks
-from pallas_kernels.layout import FP8, swiglu_layout
+from pallas_kernels.layout import FP4, FP8
 
 CASES = [
     (F32, F32, 64, 48),
@@ -24,6 +24,9 @@ CASES = [
     (F16, BF16, 64, 48),
     (FP8, BF16, 256, 128),
     (FP8, F32, 160, 136),
+    (BF16, F32, 64, 48),
+    (FP4, BF16, 192, 96),
+    (FP4, F32, 64, 160),
 ]
 IDS = [f"{expert.name}-x_{x.name}-{hidden}x{width}" for expert, x, hidden, width in CASES]
 EXPERTS, TOKENS, PER_TOKEN, ROWS = 4, 21, 2, 16
@@ -31,7 +34,7 @@ UNTOUCHED = 7.0
 
 
 def case(dtype, x_dtype, hidden, width):
-    layout, blocks, tensors = random_slots(hidden, width, dtype, slots=EXPERTS)
+    layout, blocks, tensors = random_slots(hidden, width, dtype, slots=EXPERTS, **EXTRAS.get((dtype, x_dtype), {}))
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.normal(size=(TOKENS, hidden)).astype(x_dtype))
     ids = np.stack([rng.permutation(EXPERTS)[:PER_TOKEN] for _ in range(TOKENS)])
@@ -61,7 +64,9 @@ def test_reference_computes_the_formula(dtype, x_dtype, hidden, width):
     want[np.asarray(block_expert) < 0] = UNTOUCHED
     for n, m in np.argwhere((np.asarray(block_rows) >= 0) & (np.asarray(block_expert) >= 0)[:, None]):
         expert = tensors[block_expert[n]]
-        want[n, m] = oracle(expert, np.asarray(x[block_rows[n, m]]), round_hidden=x_dtype == BF16)
+        want[n, m] = oracle(
+            expert, np.asarray(x[block_rows[n, m]]), round_hidden=x_dtype == BF16, activation=layout.activation
+        )
     np.testing.assert_array_equal(got[np.asarray(block_expert) < 0], UNTOUCHED)
     used = np.asarray(block_expert) >= 0
     assert error(got[used], want[used]) < (1e-3 if x_dtype == BF16 else 1e-6)
@@ -72,6 +77,8 @@ def test_reference_computes_the_formula(dtype, x_dtype, hidden, width):
 def test_kernels_agree_with_the_reference(dtype, x_dtype, hidden, width, implementation):
     if implementation == "tpu" and width > 128 and width % 128:
         pytest.skip("the TPU kernel takes whole tiles of 128")
+    if implementation == "tpu" and (dtype == FP4 or "bias" in EXTRAS.get((dtype, x_dtype), {})):
+        pytest.skip("the TPU kernel refuses them")
     layout, _, _, _, args = case(dtype, x_dtype, hidden, width)
     used = np.asarray(args[3]) >= 0
     got, want = np.asarray(run(implementation, layout, args)), np.asarray(run("xla", layout, args))
@@ -173,8 +180,8 @@ def test_tpu_kernel_lowers_for_aligned_shapes(name):
 
 
 def lowering_case(name, implementation, rows, blocks=40):
-    _, hidden, width, dtype = REAL_SHAPES[name]
-    layout = swiglu_layout(hidden=hidden, width=width, dtype=dtype)
+    hidden = REAL_SHAPES[name][1]
+    layout = real_layout(name)
     return (
         partial(grouped_moe, layout=layout, implementation=implementation),
         jax.ShapeDtypeStruct((blocks, rows, hidden), jnp.float32),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from seqmoe_jax.models.families import deepseek, glm4_moe, granitemoe, mixtral, olmoe, qwen_moe, qwen_next
+from seqmoe_jax.models.families import deepseek, glm4_moe, gpt_oss, granitemoe, mixtral, olmoe, qwen_moe, qwen_next
 from seqmoe_jax.models.families.common import Family
 from seqmoe_jax.models.fields import Fields
 from seqmoe_jax.models.spec import ModelSpec
@@ -16,6 +16,7 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": deepseek.V3,
     "glm4_moe": glm4_moe.FAMILY,
     "glm4_moe_lite": deepseek.GLM4_LITE,
+    "gpt_oss": gpt_oss.FAMILY,
     "granitemoe": granitemoe.FAMILY,
     "mixtral": mixtral.FAMILY,
     "olmoe": olmoe.FAMILY,

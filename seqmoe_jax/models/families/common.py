@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.layout import FP8
+from pallas_kernels.layout import FP4, FP4_BLOCK, FP8
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.models.fields import Fields
 from seqmoe_jax.models.mixers.gqa import GQA
@@ -39,8 +39,8 @@ def only(config: Fields, name: str, value: Any, default: Any) -> None:
         raise config.unsupported(name, found, (value,))
 
 
-def rms_norm(config: Fields, default: float = 1e-6) -> RMSNorm:
-    return RMSNorm(eps=config.number("rms_norm_eps", default))
+def rms_norm(config: Fields, default: float = 1e-6, **options: Any) -> RMSNorm:
+    return RMSNorm(eps=config.number("rms_norm_eps", default), **options)
 
 
 def rope_group(config: Fields) -> Fields:
@@ -204,8 +204,15 @@ def weight_dtypes(config: Fields) -> tuple[np.dtype, np.dtype, tuple[int, int] |
     if not quantization.values:
         return dtype, dtype, None
     method, kind = quantization.text("quant_method"), quantization.text("fmt", "e4m3")
+    if method == "mxfp4":
+        for name in ("hidden_size", "intermediate_size"):
+            if config.size(name) % FP4_BLOCK:
+                raise ConfigError(
+                    f"{config.where}: {name} {config.size(name)} must be a multiple of {FP4_BLOCK} for MXFP4 experts"
+                )
+        return dtype, FP4, None
     if method != "fp8":
-        raise quantization.unsupported("quant_method", method, ("fp8",))
+        raise quantization.unsupported("quant_method", method, ("fp8", "mxfp4"))
     if kind != "e4m3":
         raise quantization.unsupported("fmt", kind, ("e4m3",))
     block = quantization.ints("weight_block_size", (128, 128))

@@ -1,0 +1,232 @@
+"""The server speaks OpenAI's protocol over real sockets: answers, streams, errors, departures, an orderly end."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.client import HTTPConnection
+
+import pytest
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+
+from seqmoe_jax.errors import ConfigError, PromptError, ServerError
+from seqmoe_jax.generation import Run
+from seqmoe_jax.sampling import SamplingConfig
+from seqmoe_jax.serving.protocol import parse
+from seqmoe_jax.serving.scheduler import Job
+from seqmoe_jax.serving.server import Server, Service, bind
+from seqmoe_jax.testing import tiny_engine
+from seqmoe_jax.text import Chat
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = tiny_engine(residency=0.5, max_batch=2)
+    engine.chat = Chat(render=lambda messages: "".join(message["content"] + "\n" for message in messages))
+    return engine
+
+
+@pytest.fixture(scope="module")
+def service(engine):
+    return Service(engine, name="tiny", sampling=SamplingConfig())
+
+
+@pytest.fixture(scope="module")
+def port(service):
+    server = Server(service)
+    with bind("127.0.0.1", 0) as listening:
+        thread = threading.Thread(target=server.run, kwargs=dict(sockets=[listening]))
+        thread.start()
+        yield listening.getsockname()[1]
+        server.stop()
+        thread.join(20.0)
+        assert not thread.is_alive()
+    service.scheduler.close(20.0)
+
+
+def call(port, method, path, body=None):
+    connection = HTTPConnection("127.0.0.1", port, timeout=120)
+    connection.request(method, path, body if isinstance(body, (bytes, type(None))) else json.dumps(body))
+    response = connection.getresponse()
+    data = response.read()
+    connection.close()
+    return response.status, data
+
+
+def post(port, path, **body):
+    status, data = call(port, "POST", path, body)
+    return status, json.loads(data)
+
+
+def events(port, path, **body):
+    status, data = call(port, "POST", path, body | {"stream": True})
+    assert status == 200, data
+    lines = [line.removeprefix("data: ") for line in data.decode().split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_it_says_what_it_serves(port):
+    status, data = call(port, "GET", "/v1/models")
+    assert status == 200
+    assert [model["id"] for model in json.loads(data)["data"]] == ["tiny"]
+    status, data = call(port, "GET", "/health")
+    assert (status, json.loads(data)) == (200, {"status": "ok", "running": 0, "waiting": 0})
+
+
+def test_a_completion_is_what_the_engine_generates(port, engine):
+    status, body = post(port, "/v1/completions", model="tiny", prompt="def add(a, b):", max_tokens=5)
+    assert status == 200
+    expected = engine.generate("def add(a, b):", max_new_tokens=5)
+    assert body["object"] == "text_completion"
+    assert body["choices"] == [{"text": expected.text, "index": 0, "logprobs": None, "finish_reason": "length"}]
+    prompt = len(engine.tokenizer.encode("def add(a, b):"))
+    assert body["usage"] == {"prompt_tokens": prompt, "completion_tokens": 5, "total_tokens": prompt + 5}
+    tokens = engine.tokenizer.encode("def add(a, b):")
+    assert post(port, "/v1/completions", prompt=tokens, max_tokens=5)[1]["choices"] == body["choices"]
+
+
+def test_a_chat_is_answered(port, engine):
+    status, body = post(port, "/v1/chat/completions", model="tiny", messages=HELLO, max_completion_tokens=4)
+    assert status == 200
+    expected = engine.generate(messages=HELLO, max_new_tokens=4)
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": expected.text}
+
+
+def test_a_stream_has_the_same_text(port, engine):
+    expected = engine.generate(messages=HELLO, max_new_tokens=4)
+    chunks = events(port, "/v1/chat/completions", messages=HELLO, max_tokens=4, stream_options={"include_usage": True})
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == expected.text
+    assert [c["finish_reason"] for c in choices if c["finish_reason"]] == [expected.finish_reason]
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == len(expected.tokens)
+    pieces = events(port, "/v1/completions", prompt="def add(a, b):", max_tokens=5)
+    text = engine.generate("def add(a, b):", max_new_tokens=5).text
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == text
+
+
+def test_a_stop_string_ends_it(port, engine):
+    text = engine.generate("def add(a, b):", max_new_tokens=12).text
+    _, body = post(port, "/v1/completions", prompt="def add(a, b):", max_tokens=12, stop=text[1:3])
+    choice = body["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (text[: text.find(text[1:3])], "stop")
+
+
+def test_several_prompts_are_decoded_together(port, engine):
+    prompts = ["def add(a, b):", "Once upon a time", "A third"]
+    _, body = post(port, "/v1/completions", prompt=prompts, max_tokens=3)
+    choices = sorted(body["choices"], key=lambda choice: choice["index"])
+    assert len({choice["text"] for choice in choices}) == 3
+    pair = engine.generate(prompts[:2], max_new_tokens=3)
+    assert [choice["text"] for choice in choices[:2]] == [out.text for out in pair]
+    assert body["usage"]["completion_tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/v1/completions", b"{", 400, "JSON"),
+        ("/v1/completions", [], 400, "object"),
+        ("/v1/completions", {}, 400, "prompt"),
+        ("/v1/completions", {"prompt": ""}, 400, "empty"),
+        ("/v1/completions", {"prompt": "a", "model": "gpt-4"}, 404, "does not exist"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 10**6}, 400, "context"),
+        ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
+        ("/v1/completions", {"prompt": "a", "temperature": "hot"}, 400, "temperature"),
+        ("/v1/completions", {"prompt": [10**9]}, 400, "vocabulary"),
+        ("/v1/completions", {"prompt": "a", "n": 2}, 400, "n is not supported"),
+        ("/v1/completions", {"prompt": "a", "stop": [""], "stream": True}, 400, "stop"),
+        ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}, 3]}, 400, "message 1"),
+        ("/v1/chat/completions", {"messages": HELLO, "tools": [{"type": "function"}]}, 400, "tools"),
+        ("/v1/chat/completions", {"messages": HELLO * 2000, "stream": True}, 400, "context"),
+        ("/v1/embeddings", {}, 404, "/v1/embeddings"),
+    ],
+)
+def test_faults_are_in_openais_form(port, path, body, status, words):
+    got, data = call(port, "POST", path, body)
+    fault = json.loads(data)["error"]
+    assert got == status
+    assert words in fault["message"]
+    assert fault["type"] == "invalid_request_error"
+
+
+class Slowly(Run):
+    def __iter__(self):
+        for piece in super().__iter__():
+            time.sleep(0.02)
+            yield piece
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_generation(port, engine, service, monkeypatch, stream):
+    monkeypatch.setattr(engine, "run", lambda requests: Slowly(engine.tokens, engine.tokenizer, (), requests))
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST", "/v1/chat/completions", json.dumps(dict(messages=HELLO, max_tokens=200, stream=stream)))
+    if stream:
+        response = connection.getresponse()
+        response.readline()
+        response.close()
+    while not service.scheduler.load()["running"]:
+        time.sleep(0.01)
+    connection.close()
+    deadline = time.monotonic() + 60
+    while service.scheduler.load()["running"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert service.scheduler.load() == {"running": 0, "waiting": 0}
+    assert 0 < engine.stats.new_tokens < 200
+
+
+def test_what_cannot_run_is_refused_at_once(service, engine):
+    request = engine.request("abc", max_new_tokens=2)
+    with pytest.raises(ServerError, match="at most"):
+        service.scheduler.submit([Job(request=request, deliver=print)] * 65)
+    with pytest.raises(PromptError, match="context"):
+        service.scheduler.submit([Job(request=engine.request("abc", max_new_tokens=10**6), deliver=print)])
+
+
+def test_numbers_override_what_the_server_starts_from(engine):
+    base = SamplingConfig(temperature=0.7, top_k=40)
+
+    def sampling(**body):
+        return parse({"prompt": "a", **body}, engine, base, chat=False).requests[0].sampling
+
+    first, second = sampling(), sampling()
+    assert (first.temperature, first.top_k) == (0.7, 40)
+    assert first.seed != second.seed
+    assert sampling(seed=3, top_p=0.5, top_k=-1) == SamplingConfig(temperature=0.7, top_p=0.5, seed=3)
+    assert sampling(temperature=0).greedy
+
+
+def test_a_port_that_is_taken_is_said(port):
+    with pytest.raises(ConfigError, match="--port"):
+        bind("127.0.0.1", port)
+
+
+@pytest.mark.slow
+def test_the_command_serves_the_demo_model_and_ends_on_ctrl_c():
+    command = [sys.executable, "-m", "seqmoe_jax.cli", "serve", "demo", "--residency", "0.5", "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if " at http://" in line)
+        port = int(line.split("127.0.0.1:")[1].split("/")[0])
+        status, body = post(port, "/v1/chat/completions", messages=HELLO, max_tokens=3, temperature=0)
+        assert (status, body["usage"]["completion_tokens"]) == (200, 3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        assert "ended" in process.stderr.read()
+    finally:
+        process.kill()
+        process.stderr.close()
