@@ -187,7 +187,7 @@ def _layers(
     base = cache.clock
     active = ~sequences.done
     positions = sequences.position[:, None]
-    x = block.embed(sequences.token[:, None], weights.embed, spec)
+    x: Array | fused.Pending = block.embed(sequences.token[:, None], weights.embed, spec)
     states, routing = list(sequences.states), list[Int[Array, "B K"]]()
     counts: list[Int32[Array, " 3"]] = []
     shares: list[Float[Array, "B K"]] = []
@@ -199,7 +199,7 @@ def _layers(
         with jax.named_scope(f"layer{index}/mixer"):
             x, states[index] = fused.mix(x, states[index], positions, active, w, layer, config.kernels)
         if not isinstance(layer.mlp, MoESpec):
-            x = block.dense(x, w, layer)
+            x = block.dense(fused.settled(x), w, layer)
         else:
             moe_index = len(routing)
             if config.predictor is not None and moe_index == config.trigger:
@@ -223,7 +223,7 @@ def _layers(
                 routing.append(ids)
                 shares.append(expert_weights)
                 counts.append(new)
-                x = block.moe_output(x, normed, mixing, y, w, layer)
+                x = fused.moe_output(x, normed, mixing, y, w, layer, config.kernels)
         # Without this XLA recomputes sums of earlier layers inside later fusions, and compiling takes time that
         # is exponential in the number of layers (ten layers at batch 4 for a GPU: over 280 s, against 18 s).
         x = jax.lax.optimization_barrier(x)
@@ -234,7 +234,8 @@ def _layers(
     # At once for all layers: a few small kernels instead of a few per layer.
     total = jnp.stack(counts).sum(axis=0) if config.cache.managed else all_hits(jnp.stack(routing), config.cache)
     with jax.named_scope("head"):
-        logits = fused.logits_of(x[:, 0], weights, spec, config.kernels)
+        logits = fused.logits_of(fused.settled(x)[:, 0], weights, spec, config.kernels)
+    cache = cache._replace(clock=base + layers)
     offload = offload._replace(cache=cache, forecast=forecast, steps=offload.steps + 1)
     return logits, sequences._replace(states=tuple(states)), offload, total, known(), planner
 

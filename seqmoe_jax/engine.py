@@ -136,8 +136,8 @@ class TokenEngine:
         engine that does it (`seqmoe_jax.experts.engines.base.ENGINES`), `scheduler` the rule that orders its tasks,
         `tasks` how many may be open (default: one more than fit into a step), `threshold` the least probability of one.
         `refine` forecasts the running step anew at half of its layers. `replay` forces recorded routing on the model.
-        `decode_kernels`: kernels for attention, routing and projections too, where the experts' are those for GPUs (1.25
-        times as fast at full load, see docs/benchmarks.md); False leaves them to XLA.
+        `decode_kernels`: kernels for attention, routing and projections too, where the experts' are those for GPUs;
+        False leaves them to XLA, which is slower (docs/benchmarks.md).
         `vocab`: the tokenizer's; ids beyond it are never generated. Default: every row of the output head may be.
         Raises `ResidencyError` or `ConfigError` where that cannot work.
         """

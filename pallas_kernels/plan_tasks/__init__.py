@@ -7,5 +7,5 @@ from pallas_kernels.plan_tasks.config import DEADLINE as DEADLINE
 from pallas_kernels.plan_tasks.config import KEY as KEY
 from pallas_kernels.plan_tasks.config import SLOT as SLOT
 from pallas_kernels.plan_tasks.config import TAG as TAG
-from pallas_kernels.plan_tasks.config import Planned as Planned
 from pallas_kernels.plan_tasks.config import PlanConfig as PlanConfig
+from pallas_kernels.plan_tasks.config import Planned as Planned

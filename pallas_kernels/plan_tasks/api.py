@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int, Int32
 
 from pallas_kernels.backend import Implementation, resolve
-from pallas_kernels.plan_tasks.config import Planned, PlanConfig
+from pallas_kernels.plan_tasks.config import PlanConfig, Planned
 from pallas_kernels.plan_tasks.reference import plan_tasks_reference
 from pallas_kernels.slot_update.tables import SlotTables
 

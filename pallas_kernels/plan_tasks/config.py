@@ -36,5 +36,5 @@ class Planned(NamedTuple):
     tables: SlotTables
     next_tag: Int32[Array, ""]
     tasks: Int32[Array, "5 N"]
-    """The open tasks, all -1 or 0 but for the slot where there is none: key (-1: none), confidence in
-    `CONFIDENCE_UNIT`, deadline (a position), slot (under key -1 also of a landed expert that waits for its layer), tag."""
+    """The open tasks: key (-1: none), confidence in `CONFIDENCE_UNIT`, deadline (a position), slot (under key -1 that
+    of a landed expert that waits for its layer, or -1), tag."""

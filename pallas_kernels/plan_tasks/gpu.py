@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float32, Int, Int32
 
 from pallas_kernels.lanes import OUTSIDE, count, gather, scatter
-from pallas_kernels.plan_tasks.config import CONFIDENCE_UNIT, LAST_TAG, Planned, PlanConfig
+from pallas_kernels.plan_tasks.config import CONFIDENCE_UNIT, LAST_TAG, PlanConfig, Planned
 from pallas_kernels.slot_update.tables import FIRST, NEVER, SlotState, SlotTables
 
 LANES_PER_WARP = 256
@@ -63,7 +63,8 @@ def plan_tasks_gpu(
 
 
 def _kernel(*refs: Any, first_layer: int, config: PlanConfig) -> None:
-    slot_of_key, key_of_slot, state, tag, score, open_ref, chance_ref, worth_ref, base_ref, next_ref, rho_ref = refs[:11]
+    slot_of_key, key_of_slot, state, tag, score, open_ref = refs[:6]
+    chance_ref, worth_ref, base_ref, next_ref, rho_ref = refs[6:11]
     board = refs[11] if len(refs) == 19 else None  # written though it is an operand: the host's memory, not XLA's
     new_slot_of_key, new_key_of_slot, new_state, new_tag, new_score, tasks_ref, next_out = refs[-7:]
     num_keys, num_slots = slot_of_key.shape[0], state.shape[0]
@@ -148,7 +149,8 @@ def _kernel(*refs: Any, first_layer: int, config: PlanConfig) -> None:
     deadline = base + its_layer + passed * config.layers
     number = lax.rem(next_tag + min(config.tasks, num_keys), jnp.int32(LAST_TAG))
     check = number + base
-    for row, values in enumerate((jnp.where(there, key, -1), confidence, deadline, listed, jnp.where(there, its_tag, 0))):
+    rows = jnp.where(there, key, -1), confidence, deadline, listed, jnp.where(there, its_tag, 0)
+    for row, values in enumerate(rows):
         scatter(tasks_ref, places + row * config.tasks, values, places < config.tasks)
         if board is not None:
             scatter(board, places + (2 + row * config.tasks), values, places < config.tasks)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Int, Int32
 
-from pallas_kernels.plan_tasks.config import CONFIDENCE_UNIT, LAST_TAG, Planned, PlanConfig
+from pallas_kernels.plan_tasks.config import CONFIDENCE_UNIT, LAST_TAG, PlanConfig, Planned
 from pallas_kernels.slot_update.tables import SlotState, SlotTables
 
 

@@ -43,6 +43,7 @@ def slot_update_gpu(
     open_slots: Int[Array, " N"] | None = None,
     progress: Int[Array, " P"] | None = None,
     *,
+    elapsed: int,
     num_experts: int,
     rule: Rule,
     interpret: bool = False,
@@ -55,7 +56,9 @@ def slot_update_gpu(
     scores = None if key_score is None else key_score.reshape(-1)
     given = {"scores": scores, "landed": landed, "open": open_slots, "progress": progress}
     optional = {name: x for name, x in given.items() if x is not None}
-    kernel = partial(_kernel, num_experts=num_experts, rule=rule, optional=tuple(optional), interpret=interpret)
+    kernel = partial(
+        _kernel, elapsed=elapsed, num_experts=num_experts, rule=rule, optional=tuple(optional), interpret=interpret
+    )
     vector = jax.ShapeDtypeStruct(ids.shape, jnp.int32)
     outputs = pl.pallas_call(
         kernel,
@@ -75,7 +78,7 @@ def slot_update_gpu(
     return SlotUpdate(SlotTables(*outputs[:5]), *outputs[5:])
 
 
-def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...], interpret: bool) -> None:
+def _kernel(*refs: Any, elapsed: int, num_experts: int, rule: Rule, optional: tuple[str, ...], interpret: bool) -> None:
     inputs = 8 + len(optional)
     slot_of_key, key_of_slot, state, tag, score, ids_ref, first_key_ref, clock_ref = refs[:8]
     given = dict(zip(optional, refs[8:inputs], strict=True))
@@ -91,7 +94,7 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...],
     new_slot_of_key, new_key_of_slot, new_state, new_tag, new_score, *outputs = refs[inputs:]
     slots_of_ids_ref, miss_expert_ref, miss_slot_ref, counts_ref = outputs
     num_slots, num_ids, num_keys = state.shape[0], ids_ref.shape[0], slot_of_key.shape[0]
-    first_key, clock = first_key_ref[0], clock_ref[0]
+    first_key, clock = first_key_ref[0], clock_ref[0] + elapsed
 
     def used_score(key: Array) -> Array:
         return scores_ref[num_keys + key] if scores_ref is not None else clock if rule == "lru" else jnp.int32(1)

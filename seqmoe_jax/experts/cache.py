@@ -78,9 +78,11 @@ def bring_in(
     layer: Int[Array, ""] | int,
     config: CacheConfig,
     transfers: Transfers | None = None,
+    elapsed: int = 0,
 ) -> tuple[SlotCache, Int[Array, " M"], Int32[Array, " 3"]]:
     """Makes the experts `ids` of a MoE layer resident (-1: none) and says in which slots: steps 1 to 3 of Figure 5.
 
+    The time is the cache's clock, which this leaves as it is, plus `elapsed` layers.
     Returns the cache, the slot of every id and the counts (routed, hits, misses) of distinct experts.
     """
     first_key = jnp.asarray(layer, jnp.int32) * config.experts
@@ -95,6 +97,7 @@ def bring_in(
         num_experts=config.experts,
         rule=config.rule,
         clock=cache.clock,
+        elapsed=elapsed,
         key_score=cache.key_score if config.rule == "scored" else None,
         landed=None if transfers is None else transfers.landed,
         open_slots=None if transfers is None else cache.open_slots,
@@ -102,7 +105,7 @@ def bring_in(
         implementation=config.implementation,
     )
     blocks = miss_load(cache.blocks, pool, miss_expert, miss_slot, implementation=config.implementation)
-    return cache._replace(blocks=blocks, tables=tables, clock=cache.clock + 1), slots, counts
+    return cache._replace(blocks=blocks, tables=tables), slots, counts
 
 
 def _count_distinct(ids: Int[Array, " M"], experts: int) -> Int32[Array, ""]:
@@ -127,8 +130,8 @@ def moe_decode(
     config: CacheConfig,
     transfers: Transfers | None = None,
 ) -> tuple[Float32[Array, "B H"], SlotCache, Int32[Array, " 3"]]:
-    """One MoE layer of a decode step."""
-    cache, slots, counts = bring_in(cache, pool, ids.reshape(-1), layer, config, transfers)
+    """One MoE layer of a decode step, in which the clock stands still: a step sets it forward at its end."""
+    cache, slots, counts = bring_in(cache, pool, ids.reshape(-1), layer, config, transfers, elapsed=layer)
     y = fused_moe(
         x, cache.blocks, slots.reshape(ids.shape), weights, layout=config.layout, implementation=config.implementation
     )
@@ -160,6 +163,7 @@ def moe_prefill(
         inside = members < config.experts
         wanted = inside & (tokens_of[jnp.minimum(members, config.experts - 1)] > 0)
         cache, slots, new = bring_in(cache, pool, jnp.where(wanted, members, -1), layer, config)
+        cache = cache._replace(clock=cache.clock + 1)
         offset = block_expert - index * group
         mine = (block_expert >= 0) & (offset >= 0) & (offset < group)
         block_slots = jnp.where(mine, slots[jnp.clip(offset, 0, group - 1)], -1)

@@ -3,8 +3,8 @@
 One loop compiled with numba, in a thread of its own and without the interpreter's lock. It reads what the step writes
 into host memory (plans, and where the step is), copies parts of experts into reserved slots, and answers each task
 with its tag. Answers are copied into device memory on the same stream, so a tag arrives behind the expert it tells of,
-and the step's kernels read it without crossing the link. It owns a slot from the moment a plan lists it until it has answered; whatever happens to it, the step
-only waits a bounded time and loads on demand.
+and the step's kernels read it without crossing the link. The worker owns a slot from the moment a plan lists it until
+it has answered; whatever happens to it, the step only waits a bounded time and loads on demand.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def work(
     scheduler, functions
 ):  # fmt: skip
     # sizes: tasks, experts, bytes of an expert, bytes of a part, layers. rates: ns of an expert, ns of a layer.
-    # post: addresses of the device's `landed` and of the letters, pinned words that answers are sent from; how many were.
+    # post: addresses of the device's `landed` and of the letters (pinned, answers are sent from them); answers sent.
     copy, record, query, clock_gettime, nap = functions[0], functions[1], functions[2], functions[3], functions[4]
     tasks, experts, whole, part, layers = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]
     key, deadline = np.empty(tasks, np.int64), np.empty(tasks, np.int64)

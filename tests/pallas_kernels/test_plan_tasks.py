@@ -72,7 +72,7 @@ def test_a_newcomer_must_be_worth_more_than_its_victim_by_the_new_scores():
 
 
 def test_slots_are_kept_for_misses():
-    result = plan(resident(), {key: 0.9 for key in range(KEYS)}, config=PlanConfig(
+    result = plan(resident(), dict.fromkeys(range(KEYS), 0.9), config=PlanConfig(
         layers=LAYERS, experts=EXPERTS, tasks=5, keep=SLOTS - 2))  # fmt: skip
     assert (np.asarray(result.tasks)[KEY] >= 0).sum() == 2
 
@@ -131,7 +131,7 @@ def test_only_the_kernel_writes_to_a_board():
         plan_tasks(*arguments, **rest, board=jnp.zeros(27, jnp.int32), implementation="gpu")
 
 
-@pytest.mark.parametrize("layers, experts, slots", [(24, 32, 345), (48, 128, 1536), (93, 512, 20000)])
+@pytest.mark.parametrize(("layers", "experts", "slots"), [(24, 32, 345), (48, 128, 1536), (93, 512, 20000)])
 def test_it_lowers_for_cuda(layers, experts, slots):
     config = PlanConfig(layers=layers, experts=experts, tasks=8)
 

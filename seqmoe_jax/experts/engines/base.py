@@ -11,10 +11,10 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Shaped
 
-from seqmoe_jax.errors import ConfigError
-from seqmoe_jax.experts.link import Link
 from pallas_kernels.backend import Implementation
 from pallas_kernels.plan_tasks import PlanConfig
+from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.experts.link import Link
 
 ENGINES: dict[str, str] = {
     "auto": "what measured best so far, which is none: see docs/benchmarks.md",

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
+from pallas_kernels.plan_tasks import CONFIDENCE, CONFIDENCE_UNIT, DEADLINE, KEY, SLOT, TAG
 from seqmoe_jax.experts.engines.base import EngineConfig, Faults, Moved, host_view
 from seqmoe_jax.experts.engines.channels import close_channel, open_channel
 from seqmoe_jax.experts.link import Arrivals, Link
-from pallas_kernels.plan_tasks import CONFIDENCE, CONFIDENCE_UNIT, DEADLINE, KEY, SLOT, TAG
 from seqmoe_jax.prefetch.schedule import Budget, select_task
 from seqmoe_jax.prefetch.tasks import Tasks
 

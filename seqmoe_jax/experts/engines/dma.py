@@ -1,8 +1,9 @@
 """Prefetch behind XLA's back: copies from the pinned pool straight into reserved slots, on a stream of their own.
 
 The worker (`prefetch.worker`) reads plans and progress that the running step writes into host memory, and reports
-transfers by sending tags after them, which the step's kernels read, so an expert can land in the middle of a step. XLA knows nothing
-of these writes: they go to slots in FETCH only, which no kernel reads, and the slot array must not move (`check`).
+transfers by sending tags after them, which the step's kernels read, so an expert can land in the middle of a step. XLA
+knows nothing of these writes: they go to slots in FETCH only, which no kernel reads, and the slot array must not move
+(`check`).
 """
 
 from __future__ import annotations
@@ -163,9 +164,9 @@ class Dma:
         sizes = np.array([plan.tasks, plan.experts, self.config.expert_bytes, PART_BYTES, plan.layers], np.int64)
         stream, events = (0, np.zeros(2, np.int64)) if driver is None else (driver.stream, driver.events)
         return (
-            self._board_view, self._progress_view, self._answers, self._letters_view, self._post, self._control, self._counts, self._rates,
-            self._budget, self._pool_addresses, np.int64(address), sizes, np.int64(stream), events,
-            np.int64(SCHEDULERS[self.config.scheduler]), self._functions,
+            self._board_view, self._progress_view, self._answers, self._letters_view, self._post, self._control,
+            self._counts, self._rates, self._budget, self._pool_addresses, np.int64(address), sizes, np.int64(stream),
+            events, np.int64(SCHEDULERS[self.config.scheduler]), self._functions,
         )  # fmt: skip
 
     def _launch(self, address: int) -> None:
