@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
@@ -90,21 +91,23 @@ def bring_in(
         routed = _count_distinct(ids, config.experts)
         slots = jnp.where(ids >= 0, first_key + ids, -1)
         return cache, slots, jnp.stack([routed, routed, jnp.zeros_like(routed)])
-    tables, slots, miss_expert, miss_slot, counts = slot_update(
-        cache.tables,
-        ids,
-        first_key=first_key,
-        num_experts=config.experts,
-        rule=config.rule,
-        clock=cache.clock,
-        elapsed=elapsed,
-        key_score=cache.key_score if config.rule == "scored" else None,
-        landed=None if transfers is None else transfers.landed,
-        open_slots=None if transfers is None else cache.open_slots,
-        progress=None if transfers is None else transfers.progress,
-        implementation=config.implementation,
-    )
-    blocks = miss_load(cache.blocks, pool, miss_expert, miss_slot, implementation=config.implementation)
+    with jax.named_scope("slot_update"):
+        tables, slots, miss_expert, miss_slot, counts = slot_update(
+            cache.tables,
+            ids,
+            first_key=first_key,
+            num_experts=config.experts,
+            rule=config.rule,
+            clock=cache.clock,
+            elapsed=elapsed,
+            key_score=cache.key_score if config.rule == "scored" else None,
+            landed=None if transfers is None else transfers.landed,
+            open_slots=None if transfers is None else cache.open_slots,
+            progress=None if transfers is None else transfers.progress,
+            implementation=config.implementation,
+        )
+    with jax.named_scope("miss_load"):
+        blocks = miss_load(cache.blocks, pool, miss_expert, miss_slot, implementation=config.implementation)
     return cache._replace(blocks=blocks, tables=tables), slots, counts
 
 
@@ -180,6 +183,7 @@ def moe_prefill(
     return combine(out, place, weights), cache, counts, tokens_of
 
 
+@jax.named_scope("rescore")
 def rescore(cache: SlotCache, key_score: Int32[Array, "2 keys"], first_key: int = 0) -> SlotCache:
     """New scores for every key from `first_key` on, resident or not, whose layers are still to come (rule `scored`)."""
     return cache._replace(tables=rescored(cache.tables, key_score[0], first_key), key_score=key_score)
