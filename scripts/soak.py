@@ -135,9 +135,9 @@ def soak(engine: TokenEngine, minutes: float, seed: int) -> dict[str, Any]:
     """Everything the run came to; `violations` is empty where it went well."""
     compilations = 0
 
-    def heard(name: str, *_: Any, **__: Any) -> None:
+    def heard(event: str, duration_secs: float, **_: str | int) -> None:
         nonlocal compilations
-        compilations += "backend_compile" in name
+        compilations += "backend_compile" in event
 
     jax.monitoring.register_event_duration_secs_listener(heard)
     runs = Soak(engine, seed)
