@@ -32,12 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="profile N (default: 32) more decode steps of every setting: time by class and kernel")  # fmt: skip
     add("--kernels", choices=["xla", "gpu", "tpu"])
     add("--out", type=Path, metavar="FILE.json", help="written after every row")
+    add("--plot", type=Path, metavar="FILE", help="speed against residency, and time shares: .png, .svg or .pdf")
     add("--json", action="store_true", help="the result as JSON on standard output")
 
 
 def run(args: argparse.Namespace) -> int:
     import jax
 
+    from seqmoe_jax import plots
     from seqmoe_jax.bench.measure import measure
     from seqmoe_jax.bench.replayed import replay_of
     from seqmoe_jax.bench.shares import describe
@@ -46,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     from seqmoe_jax.presets import preset_names, preset_path
     from seqmoe_jax.traces.format import read_trace
 
+    if args.plot:
+        plots.check_output(args.plot, "--plot")
     enable_compilation_cache()
     begun = time.perf_counter()
     if args.model in preset_names():
@@ -112,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
         result["rows"].append(row)
         if args.out:
             args.out.write_text(json.dumps(result, indent=1))
+    if args.plot and any("error" not in row for row in result["rows"]):
+        plots.bench_figure(result).savefig(args.plot, dpi=plots.DPI)
     if args.json:
         print(json.dumps(result))
     return 1 if any("error" in row for row in result["rows"]) else 0
