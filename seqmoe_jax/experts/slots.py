@@ -1,15 +1,15 @@
-"""Slot tables outside the MoE layer: making them, reserving slots for prefetches, giving them back (paper 7.2)."""
+"""Slot tables outside the decode step: making them, closing tasks, checking them (paper 7.2)."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int32
 
 from pallas_kernels.slot_update import SlotState, SlotTables
 
-__all__ = ["SlotState", "SlotTables", "check_invariants", "empty_tables", "reserve"]
+__all__ = ["SlotState", "SlotTables", "check_invariants", "empty_tables", "open_slots", "settle"]
 
 
 def empty_tables(num_keys: int, num_slots: int) -> SlotTables:
@@ -23,63 +23,24 @@ def empty_tables(num_keys: int, num_slots: int) -> SlotTables:
     )
 
 
-def reserve(
-    tables: SlotTables,
-    keys: Int[Array, " N"],
-    tags: Int[Array, " N"],
-    newcomer_score: Int[Array, " N"] | None,
-    *,
-    keep: int,
-) -> tuple[SlotTables, Int[Array, " N"]]:
-    """Reserve slots for new prefetch tasks: EMPTY ones, then USED ones by (score, index), become FETCH.
-
-    Args:
-        tables: as between two layers.
-        keys: what to fetch, most wanted first; -1 for no task. Keys that are resident, in FETCH already, or seen
-            earlier in the list get nothing.
-        tags: > 0, and different from any tag that a transfer into the same slot may still report.
-        newcomer_score: if given, a resident expert is evicted only for a strictly higher score. The j-th task that
-            wants a slot is weighed against the j-th in line of eviction (for scores in descending order, this is
-            the same as deciding one after another).
-        keep: at least so many slots stay neither FETCH nor COMPUTE, for misses. One layer's misses take up to
-            min(E, K*B) slots and its hits protect others, so keep no fewer than that.
-
-    Returns:
-        Tables, and the slot of each task, -1 where it got none.
-    """
-    slot_of_key, key_of_slot, state, tag, score = tables
-    num_keys, num_slots = slot_of_key.shape[0], state.shape[0]
-    total = keys.shape[0]
-
-    key = jnp.where((keys >= 0) & (keys < num_keys), keys, num_keys)  # num_keys: dropped by every scatter
-    position = jnp.arange(total, dtype=jnp.int32)
-    earliest = jnp.full(num_keys, total, jnp.int32).at[key].min(position, mode="drop")
-    fetched = jnp.where(state == SlotState.FETCH, key_of_slot, num_keys)
-    blocked = (slot_of_key >= 0).at[fetched].set(True, mode="drop")
-    wanted = (earliest.at[key].get(mode="fill", fill_value=-1) == position) & ~blocked.at[key].get(
-        mode="fill", fill_value=True
+def settle(tables: SlotTables) -> SlotTables:
+    """Closes all tasks and releases what waits: FETCH becomes EMPTY, COMPUTE USED. No transfer may be under way."""
+    fetch, waits = tables.state == SlotState.FETCH, tables.state == SlotState.COMPUTE
+    state = jnp.where(fetch, SlotState.EMPTY, jnp.where(waits, SlotState.USED, tables.state)).astype(jnp.int32)
+    return tables._replace(
+        state=state,
+        key_of_slot=jnp.where(fetch, -1, tables.key_of_slot),
+        tag=jnp.zeros_like(tables.tag),
     )
 
-    free = (state == SlotState.EMPTY) | (state == SlotState.USED)
-    order = jnp.where(free, state, SlotState.COMPUTE)  # EMPTY < USED < the rest
-    slots = jnp.arange(num_slots, dtype=jnp.int32)
-    _, _, line = jax.lax.sort((order, score, slots), num_keys=2, is_stable=True)
-    nth = jnp.cumsum(wanted, dtype=jnp.int32) - 1
-    victim = line.at[nth].get(mode="clip")
-    taken = wanted & (nth < free.sum(dtype=jnp.int32) - keep)
-    if newcomer_score is not None:
-        taken &= (state[victim] == SlotState.EMPTY) | (score[victim] < newcomer_score)
 
-    old = jnp.where(taken, key_of_slot[victim], -1)
-    slot = jnp.where(taken, victim, num_slots)
-    tables = SlotTables(
-        slot_of_key=slot_of_key.at[jnp.where(old >= 0, old, num_keys)].set(-1, mode="drop"),
-        key_of_slot=key_of_slot.at[slot].set(keys, mode="drop"),
-        state=state.at[slot].set(SlotState.FETCH, mode="drop"),
-        tag=tag.at[slot].set(tags, mode="drop"),
-        score=score.at[slot].set(0, mode="drop"),
-    )
-    return tables, jnp.where(taken, victim, -1)
+settle_jit = jax.jit(settle, donate_argnums=0)
+
+
+def open_slots(tables: SlotTables, tasks: int) -> Int32[Array, " N"]:
+    """Slots of open tasks, landed or not, then -1: all that are FETCH or COMPUTE, if they are `tasks` at most."""
+    is_open = (tables.state == SlotState.FETCH) | (tables.state == SlotState.COMPUTE)
+    return jnp.nonzero(is_open, size=tasks, fill_value=-1)[0].astype(jnp.int32)
 
 
 def check_invariants(tables: SlotTables) -> None:
