@@ -1,11 +1,12 @@
 """Routing of a recorded model made into that of a larger shape (`seqmoe_jax.traces.stretch` says by which rule).
 
     python scripts/stretch_trace.py T.npz --layers 48 --experts 128 --active 8 --out STRETCHED.npz
-    python -m scripts.train_predictors STRETCHED.npz --model stretched-48x128x8 --out DIR
-    seqmoe bench qwen3-30b-a3b-fp8 --replay STRETCHED.npz --split test --predictor DIR
+    python -m scripts.train_predictors STRETCHED.npz --model stretched-48x128x8 --out TRAINED
+    python -m scripts.install_predictor TRAINED --to DIR
+    seqmoe bench qwen3-30b-a3b-fp8 --replay T.npz --split test --predictor DIR
 
-`seqmoe bench ... --replay T.npz` replays the same rows without the file; a predictor needs it to be trained. Every
-split is stretched by itself. `--train-steps` leaves out sequences of the split `train` for a smaller file.
+The benchmark stretches the trace itself, to the same rows; only training needs the file. Every split is stretched by
+itself. `--train-steps` leaves out sequences of the split `train` for a smaller file.
 """
 
 from __future__ import annotations

@@ -286,7 +286,9 @@ def _draw_shares(axes: Any, rows: Sequence[Mapping[str, Any]], several: bool) ->
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds per step")
     axes.set_title("Where the time of a step goes\n(launches under the profiler, gaps left out)")
-    axes.legend(frameon=False, fontsize="small")
+    axes.legend(
+        frameon=False, fontsize="small", markerscale=0.4, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.15)
+    )
 
 
 def _trace(args: argparse.Namespace) -> Trace:

@@ -19,8 +19,8 @@ def steps_of(*step: tuple[str, str, float], count: int = 2, gap: float = 1.0) ->
 
 STEP = (
     ("fusion_3", "jit(step)/layer0/mixer/dot_general", 10.0),
-    ("matvec", "jit(step)/layer0/moe/jit(matvec)/pallas_call", 2.0),
-    ("slot_update", "jit(step)/layer0/moe/slot_update/pallas_call", 3.0),
+    ("matvec__1", "jit(step)/layer0/moe/jit(matvec)/pallas_call", 2.0),
+    ("slot_update__2", "jit(step)/layer0/moe/slot_update/pallas_call", 3.0),
     ("miss_load", "jit(step)/layer0/moe/miss_load/pallas_call", 20.0),
     ("fused_moe_up", "", 5.0),
     ("sort_7", "jit(step)/refine/plan/sort", 4.0),

@@ -105,7 +105,7 @@ def test_a_benchmark_has_a_line_per_setting_and_a_stack_per_profile(tmp_path, ca
     assert plot(capsys, "bench", tmp_path / "b.json", "--out", tmp_path / "b.png")[:2] == (0, f"{tmp_path / 'b.png'}\n")
     left, right = bench_figure(result).axes
     assert [text.get_text() for text in left.get_legend().get_texts()] == ["full load", "dma"]
-    assert [bar.get_width() for bar in right.patches] == [1.5, 0.15, 0.2, 2.5, 0.02]
+    assert [bar.get_width() for bar in right.patches] == pytest.approx([1.5, 0.15, 0.2, 2.5, 0.02])
     assert right.lines[0].get_xdata()[0] == pytest.approx(1e3 / 230)
 
 

@@ -23,7 +23,7 @@ from seqmoe_jax.errors import SeqMoEError
 
 # The classes of Figure 9, and the named scopes of the decode step in each. The innermost scope decides.
 CLASSES: dict[str, tuple[str, ...]] = {
-    "compute": ("embed", "mixer", "moe", "head", "sample"),
+    "compute": ("embed", "mixer", "moe", "mlp", "head", "sample"),
     "predictor": ("forecast", "refine"),
     "management": ("slot_update", "plan", "rescore", "landing"),
     "stall": ("miss_load", "wait"),
@@ -34,7 +34,7 @@ CLASS_OF = {part: name for name, parts in CLASSES.items() for part in parts}
 SCOPE_OF_KERNEL = {
     "slot_update": "slot_update",
     "miss_load": "miss_load",
-    "post": "plan",
+    "plan_tasks": "plan",
     "fused_moe_up": "moe",
     "fused_moe_down": "moe",
     "router_choice": "moe",
@@ -68,7 +68,7 @@ class Launch:
     @property
     def kernel(self) -> str:
         """Its name without the number that tells instances apart."""
-        return re.sub(r"([._]\d+)+$", "", self.name)
+        return re.sub(r"([._]+\d+)+$", "", self.name)
 
 
 def shares_of(launches: Sequence[Launch], steps: int, *, engine: bool = False) -> dict[str, Any]:

@@ -38,8 +38,7 @@ def stretch(trace: Trace, *, layers: int, experts: int, active: int) -> Trace:
             f"routing of {k} of {e} experts cannot be stretched to {active} of {experts}: "
             f"expected a multiple of {k} active and at least {max(1, streams) * e} experts"
         )
-    dtype = np.uint8 if experts <= 256 else np.uint16
-    ids = np.empty((trace.steps, layers, active), dtype)
+    ids = np.empty((trace.steps, layers, active), np.uint8 if experts <= 256 else np.uint16)
     probs = np.empty((trace.steps, layers, active), np.uint8)
     width = groups // streams  # groups of a stream
     for above in range(-(-layers // trace.layers)):
@@ -48,9 +47,9 @@ def stretch(trace: Trace, *, layers: int, experts: int, active: int) -> Trace:
             here = slice(above * trace.layers, min((above + 1) * trace.layers, layers))
             source = slice(0, here.stop - here.start)
             part = slice(stream * k, (stream + 1) * k)
-            read = trace.ids[rows, source].astype(dtype)
-            group = (stream + streams * (read[..., :1] % width)).astype(dtype)
-            ids[:, here, part] = group * dtype(e) + read
+            read = trace.ids[rows, source].astype(np.int32)
+            group = stream + streams * (read[..., :1] % width)
+            ids[:, here, part] = group * e + read
             probs[:, here, part] = trace.probs_u8[rows, source] // streams
     if streams > 1:  # the heaviest first, as the format has it
         order = np.argsort(255 - probs, axis=-1, kind="stable")
