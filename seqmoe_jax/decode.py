@@ -181,18 +181,22 @@ def _layers(
     layers, experts = config.cache.layers, config.cache.experts
     if config.forecast:
         # Computed, not kept in the state: there it would have to be copied, being read in every layer and replaced.
-        cache = cache._replace(key_score=forecaster.worth(offload.forecast))
-    transfers, blocks = _receive(cache, link, config.cache, config.plan)
+        with jax.named_scope("rescore"):
+            cache = cache._replace(key_score=forecaster.worth(offload.forecast))
+    with jax.named_scope("landing"):
+        transfers, blocks = _receive(cache, link, config.cache, config.plan)
     cache = cache._replace(blocks=blocks)
     planner = _Planner(config, link, offload.tags)
     base = cache.clock
     active = ~sequences.done
     positions = sequences.position[:, None]
-    x = block.embed(sequences.token[:, None], weights.embed, spec)
+    with jax.named_scope("embed"):
+        x = block.embed(sequences.token[:, None], weights.embed, spec)
     states, routing = list(sequences.states), list[Int[Array, "B K"]]()
     counts: list[Int32[Array, " 3"]] = []
     shares: list[Float[Array, "B K"]] = []
 
+    @jax.named_scope("forecast")
     def known() -> Float32[Array, "B keys"]:
         return forecaster.features(jnp.stack(routing), jnp.stack(shares), layers=layers, experts=experts)
 

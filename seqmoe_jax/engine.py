@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +133,7 @@ class TokenEngine:
             activation_dtype=self.dtype,
             implementation=resolve(implementation),
             forecast=0 if predictor is None else predictor.nbytes,
+            stream=stream_prompts,
         )
         self.max_batch, self.vocab = max_batch, min(vocab or spec.vocab, spec.vocab)
         everything = self.plan.slots == spec.num_keys
@@ -179,6 +180,17 @@ class TokenEngine:
     def transfers_name(self) -> str:
         return "none" if self._transfers is None else self._transfers.name
 
+    def steps_run(self) -> int:
+        """Decode steps since the engine was made; waits for those dispatched."""
+        return int(self._offload.steps)
+
+    def step_program(self) -> jax.stages.Compiled:
+        """The decode step compiled last. Raises `ConfigError` before the first generation."""
+        programs = [program for key, program in self._programs.items() if key[0] == "step"]
+        if not programs:
+            raise ConfigError("no decode step has been compiled yet; generate something first")
+        return programs[-1]
+
     def close(self) -> None:
         """Ends the engine's thread, if it has one. The engine is of no use afterwards."""
         if self._transfers is not None:
@@ -217,7 +229,7 @@ class TokenEngine:
         max_new_tokens: int | Sequence[int],
         sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
         end_tokens: Sequence[int] = (),
-    ) -> Iterator[TokenEvent]:
+    ) -> Generator[TokenEvent, None, None]:
         """Token ids in, one event per new token, in the order of steps. `last_stats` is complete when it is exhausted.
 
         `max_new_tokens` and `sampling` hold for all prompts or are one for each; of a single `sampling`, prompt b

@@ -26,6 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, nargs="+", default=[1])
     add("--steps", type=int, default=512, help="decode steps of each run (default: 512)")
     add("--repeats", type=int, default=3, help="runs after the one that warms up (default: 3)")
+    add("--temperature", type=float, default=0.0, help="0 (default) is greedy; without --replay, random weights then "
+        "repeat one token, and so one set of experts")  # fmt: skip
+    add("--shares", type=int, nargs="?", const=32, default=0, metavar="N",
+        help="profile N (default: 32) more decode steps of every setting: time by class and kernel")  # fmt: skip
     add("--kernels", choices=["xla", "gpu", "tpu"])
     add("--out", type=Path, metavar="FILE.json", help="written after every row")
     add("--json", action="store_true", help="the result as JSON on standard output")
@@ -36,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     from seqmoe_jax.bench.measure import measure
     from seqmoe_jax.bench.replayed import replay_of
+    from seqmoe_jax.bench.shares import describe
     from seqmoe_jax.compilation import enable_compilation_cache
     from seqmoe_jax.loading import find_and_load_predictor, load_model, load_predictor, random_model
     from seqmoe_jax.presets import preset_names, preset_path
@@ -72,24 +77,26 @@ def run(args: argparse.Namespace) -> int:
         "replay": None if replay is None else {"steps": int(replay.ids.shape[0]), "split": args.split},
         "predictor": None if predictor is None else predictor.name,
         "expert_bytes": model.spec.expert_layout.block_bytes,
-        "experts_bytes": sum(pool.nbytes for pool in model.pools),
+        "host_pool_bytes": sum(pool.nbytes for pool in model.pools),
         "load_s": round(loaded_s, 1),
         "steps": args.steps,
         "repeats": args.repeats,
+        "temperature": args.temperature,
         "rows": [],
     }
     say = (
         (lambda text: print(text, file=sys.stderr, flush=True)) if args.json else (lambda text: print(text, flush=True))
     )
-    size = result["experts_bytes"] / 1e9
-    say(f"{args.model} on {result['device']}: {size:.1f} GB of experts, ready in {loaded_s:.1f} s")
+    size = result["host_pool_bytes"] / 1e9
+    say(f"{args.model} on {result['device']}: {size:.1f} GB of experts in host memory, ready in {loaded_s:.1f} s")
     say(HEADER)
     full: dict[int, float] = {}
     for setting in settings:
         try:
             row = measure(
                 model, setting, predictor=predictor, replay=replay, steps=args.steps, repeats=args.repeats,
-                implementation=args.kernels, decode_kernels=args.decode_kernels,
+                temperature=args.temperature, profiled=args.shares, implementation=args.kernels,
+                decode_kernels=args.decode_kernels,
             )  # fmt: skip
         except Exception as error:  # one setting that fails leaves the others
             row = {"name": setting.name, "residency": setting.residency, "batch": setting.batch, "error": repr(error)}
@@ -100,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
             if setting.batch in full:
                 row["share_of_full_load"] = row["tokens_per_second"] / full[setting.batch]
             say(line(row))
+            if row["shares"] is not None:
+                say(describe(row["shares"]))
         result["rows"].append(row)
         if args.out:
             args.out.write_text(json.dumps(result, indent=1))
@@ -110,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 HEADER = (
     "name            resid.  batch    tok/s  (least-most)        share  hit rate  loads  awaited  ahead  MB/step"
-    "    RHO  s"
+    "    RHO  planned, used, peak GB     s"
 )
 
 
@@ -118,10 +127,12 @@ def line(row: dict[str, Any]) -> str:
     low, high = row["spread"]
     share = f"{row['share_of_full_load']:.3f}" if "share_of_full_load" in row else "-"
     cost = f"{row['transfer_cost']:.2f}" if row["transfer_cost"] else "-"
+    memory = [row["planned_bytes"], row["used_bytes"], row["peak_bytes"]]
+    sizes = " ".join(f"{'-' if size is None else f'{size / 1e9:.1f}':>7}" for size in memory)
     return (
         f"{row['name']:14} {row['residency']:7.3f} {row['batch']:6} {row['tokens_per_second']:8.1f}  "
         f"({low:.1f}-{high:.1f}){'':4} {share:>6} {row['hit_rate']:9.4f} {row['loaded_per_step']:6.2f} "
         f"{row['awaited_per_step']:8.2f} {row['prefetched_per_step']:6.2f} "
-        f"{row['bytes_per_step'] / 1e6:8.1f} {cost:>6} "
-        f"{row['seconds']:.0f}{'  FAULT ' + row['fault'] if row['fault'] else ''}"
+        f"{row['bytes_per_step'] / 1e6:8.1f} {cost:>6} {sizes} {row['seconds']:5.0f}"
+        f"{'  FAULT ' + row['fault'] if row['fault'] else ''}"
     )

@@ -11,8 +11,10 @@ import jax
 import numpy as np
 
 from seqmoe_jax.bench.settings import Setting
+from seqmoe_jax.bench.shares import profile_steps
 from seqmoe_jax.decode import Replay
 from seqmoe_jax.engine import Model, Predictor, TokenEngine
+from seqmoe_jax.sampling import SamplingConfig
 
 PROMPT = 128  # tokens
 
@@ -25,10 +27,15 @@ def measure(
     replay: Replay | None,
     steps: int,
     repeats: int,
+    temperature: float = 0.0,
+    profiled: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
     """One row of the table; `options` are those of `TokenEngine`, for every setting. Times are of the decode phase; the
-    first generation warms programs and cache up.
+    first generation warms programs and cache up. After those timed, `profiled` steps say where the time goes.
+
+    Memory in bytes of the device: `planned_bytes`, `used_bytes` while the engine lives, and `peak_bytes`, which is of
+    the process so far: give residencies in rising order to have it of each.
     """
     rng, device = np.random.default_rng(0), next(iter(model.weights.embed.devices()))
     engine = TokenEngine(
@@ -47,7 +54,8 @@ def measure(
     try:
         for repeat in range(repeats + 1):
             prompts = [rng.integers(0, model.spec.vocab, PROMPT).tolist() for _ in range(setting.batch)]
-            events = list(engine.run(prompts, max_new_tokens=steps + 1))
+            sampling = SamplingConfig(temperature=temperature, seed=repeat)
+            events = list(engine.run(prompts, max_new_tokens=steps + 1, sampling=sampling))
             if repeat == 0:
                 tokens, compile_s = [event.token for event in events], engine.last_stats.compile_s
                 first = engine.last_stats
@@ -55,10 +63,16 @@ def measure(
                 runs.append(replace(engine.last_stats))
         engine_fault = None if engine._transfers is None else engine._transfers.fault()
         cost = getattr(engine._transfers, "transfer_cost", None)
+        memory = device.memory_stats() or {}
+        shares: dict[str, Any] | None = None
+        if profiled:
+            try:
+                shares = profile_steps(engine, prompts, new=steps + 1, steps=min(profiled, steps), sampling=sampling)
+            except Exception as error:  # what was measured stands without it
+                shares = {"error": repr(error)}
     finally:
         engine.close()
     runs = runs or [first]
-    memory = device.memory_stats() or {}
 
     def median(read: Any) -> float:
         return statistics.median(read(run) for run in runs)
@@ -84,8 +98,10 @@ def measure(
         "forecast": runs[0].forecast,
         "compile_s": round(compile_s, 1),
         "seconds": round(time.perf_counter() - begun, 1),
-        "peak_bytes": memory.get("peak_bytes_in_use"),
         "planned_bytes": engine.plan.total,
+        "used_bytes": memory.get("bytes_in_use"),
+        "peak_bytes": memory.get("peak_bytes_in_use"),
+        "shares": shares,
         "fault": engine_fault,
         "first_tokens": tokens[:32],
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
@@ -83,20 +84,22 @@ def bring_in(
         routed = _count_distinct(ids, config.experts)
         slots = jnp.where(ids >= 0, first_key + ids, -1)
         return cache, slots, jnp.stack([routed, routed, jnp.zeros_like(routed)])
-    tables, slots, miss_expert, miss_slot, counts = slot_update(
-        cache.tables,
-        ids,
-        first_key=first_key,
-        num_experts=config.experts,
-        rule=config.rule,
-        clock=cache.clock,
-        key_score=cache.key_score if config.rule == "scored" else None,
-        landed=None if transfers is None else transfers.landed,
-        open_slots=None if transfers is None else transfers.open_slots,
-        progress=None if transfers is None else transfers.progress,
-        implementation=config.implementation,
-    )
-    blocks = miss_load(cache.blocks, pool, miss_expert, miss_slot, implementation=config.implementation)
+    with jax.named_scope("slot_update"):
+        tables, slots, miss_expert, miss_slot, counts = slot_update(
+            cache.tables,
+            ids,
+            first_key=first_key,
+            num_experts=config.experts,
+            rule=config.rule,
+            clock=cache.clock,
+            key_score=cache.key_score if config.rule == "scored" else None,
+            landed=None if transfers is None else transfers.landed,
+            open_slots=None if transfers is None else transfers.open_slots,
+            progress=None if transfers is None else transfers.progress,
+            implementation=config.implementation,
+        )
+    with jax.named_scope("miss_load"):
+        blocks = miss_load(cache.blocks, pool, miss_expert, miss_slot, implementation=config.implementation)
     return cache._replace(blocks=blocks, tables=tables, clock=cache.clock + 1), slots, counts
 
 
@@ -130,6 +133,7 @@ def moe_decode(
     return y, cache, counts
 
 
+@jax.named_scope("rescore")
 def rescore(cache: SlotCache, key_score: Int32[Array, "2 keys"], first_key: int = 0) -> SlotCache:
     """New scores for every key from `first_key` on, resident or not, whose layers are still to come (rule `scored`)."""
     key, state = cache.tables.key_of_slot, cache.tables.state

@@ -31,9 +31,9 @@ class Control(enum.IntEnum):
     STOP = 0
     PAUSE = 1
     IDLE = 2  # the worker: nothing is under way, and nothing will be until PAUSE is lifted
-    DROP_EVERY = 3  # faults for tests: give up every n-th transfer that has arrived
-    DELAY_NS = 4  # and report the others so much later
-    THROTTLE_NS = 5  # and start a part no sooner than this after the one before
+    DROP_EVERY = 3  # these three: `engines.base.Faults`
+    DELAY_NS = 4
+    THROTTLE_NS = 5
 
 
 class Count(enum.IntEnum):
@@ -45,6 +45,7 @@ class Count(enum.IntEnum):
     PLANS = 3
     BYTES = 4  # moved, whether they landed or not
     FAILED = 5  # status of the copy that failed, if one did
+    DROPPED = 6  # arrived, but given up for a test
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class Calls:
 
 # Compiled code takes plain integers for constants.
 STOP, PAUSE, IDLE, DROP_EVERY, DELAY, THROTTLE = (int(word) for word in Control)
-LANDED, GIVEN_UP, LATE, PLANS, MOVED, FAILED = (int(word) for word in Count)
+LANDED, GIVEN_UP, LATE, PLANS, MOVED, FAILED, DROPPED = (int(word) for word in Count)
 
 
 @compiled
@@ -165,8 +166,9 @@ def work(
                     if not stalled:
                         rates[0] += 0.1 * (min(now - began, 2 * rates[0]) - rates[0])
                 if now - arrived >= control[DELAY]:
-                    counts[LANDED] += 1
-                    drop = control[DROP_EVERY] > 0 and counts[LANDED] % control[DROP_EVERY] == 0
+                    order = counts[LANDED] + counts[DROPPED] + 1
+                    drop = control[DROP_EVERY] > 0 and order % control[DROP_EVERY] == 0
+                    counts[DROPPED if drop else LANDED] += 1
                     landed[f_slot] = -f_tag if drop else f_tag
                     f_tag = 0
             elif clock > f_deadline:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels.slot_update import PROGRESS_UNIT
-from seqmoe_jax.experts.engines.base import EngineConfig, host_view
+from seqmoe_jax.experts.engines.base import EngineConfig, Faults, host_view
 from seqmoe_jax.experts.engines.dma import Dma
 from seqmoe_jax.prefetch.compiled import address_of
 from seqmoe_jax.prefetch.plan import CONFIDENCE_UNIT, PlanConfig
-from seqmoe_jax.prefetch.worker import Calls, Control
+from seqmoe_jax.prefetch.worker import Calls
 
 LAYERS, EXPERTS, SLOTS, BYTES, TASKS = 4, 6, 10, 5 << 20, 5
 
@@ -128,23 +128,24 @@ def test_a_board_that_is_being_written_is_not_read(step):
 
 
 def test_pausing_gives_back_what_is_under_way_and_starting_forgets_old_plans(step):
-    step.engine.control[Control.THROTTLE_NS] = 200_000_000
+    step.engine.inject(Faults(throttle_s=0.2))
     step.post(0, (13, 0.9, 2, 4, 1))
     while not step.engine._landed_view[4]:
         time.sleep(1e-3)
     step.engine.pause()
     assert step.engine._landed_view[4] == -1
     assert step.engine.moved().given_up == 1
-    step.engine.control[Control.THROTTLE_NS] = 0
+    step.engine.inject(Faults())
     step.engine.start(step.blocks)
     time.sleep(0.05)
     assert not step.engine._landed_view.any()
 
 
 def test_dropped_transfers_are_given_back(step):
-    step.engine.control[Control.DROP_EVERY] = 2
+    step.engine.inject(Faults(drop_every=2))
     step.post(0, (13, 0.9, 2, 4, 1), (7, 0.8, 1, 6, 2))
     assert sorted(np.sign(step.answers(4, 6))) == [-1, 1]
+    assert (step.engine.moved().landed, step.engine.moved().dropped) == (1, 1)
 
 
 def test_a_worker_that_dies_is_noticed_and_nobody_waits_for_it(step):
@@ -168,7 +169,7 @@ def test_the_surest_task_goes_first_among_those_that_cannot_all_be_done(calls):
     step = Step(calls)
     step.engine._rates[:] = [8e6, 1e6]
     step.engine._budget[:] = 1 / 8
-    step.engine.control[Control.DELAY_NS] = 30_000_000
+    step.engine.inject(Faults(delay_s=0.03))
     step.post(0, (13, 0.3, 9, 4, 1), (7, 0.9, 9, 6, 2))
     begun = time.perf_counter()
     while not step.engine._landed_view[6] and time.perf_counter() - begun < 5:

@@ -34,11 +34,25 @@ class EngineConfig:
     scheduler: str = "seqmoe"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """What tests make of a link. Every n-th transfer that has arrived is given up (0: none), the others are reported
+    so much later, and a part is not started before so long after the one before."""
+
+    drop_every: int = 0
+    delay_s: float = 0.0
+    throttle_s: float = 0.0
+
+
 @dataclass(kw_only=True)
 class Moved:
-    """What an engine has done, in experts and bytes, since it was made."""
+    """What an engine has done, in experts and bytes, since it was made.
+
+    `given_up` were started and not completed, `late` never started, `dropped` by `Faults`.
+    """
 
     landed: int = 0
+    dropped: int = 0
     given_up: int = 0
     late: int = 0
     bytes: int = 0
@@ -76,6 +90,14 @@ class TransferEngine(Protocol):
 
     def fault(self) -> str | None:
         """What went wrong, once; the tokens are right all the same."""
+        ...
+
+    def inject(self, faults: Faults) -> None:
+        """From now on the link is like that; for tests."""
+        ...
+
+    def kill(self) -> None:
+        """Ends the worker at once, whatever is under way; for tests. The step must go on without it."""
         ...
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from seqmoe_jax.experts.engines.base import EngineConfig, Moved, host_view
+from seqmoe_jax.experts.engines.base import EngineConfig, Faults, Moved, host_view
 from seqmoe_jax.experts.engines.channels import close_channel, open_channel
 from seqmoe_jax.experts.link import Arrivals, Link
 from seqmoe_jax.prefetch.plan import CONFIDENCE, CONFIDENCE_UNIT, DEADLINE, KEY, SLOT, TAG
@@ -58,8 +59,7 @@ class DevicePut:
         self._running, self._busy, self._closed = False, False, False
         self._moved = Moved()
         self._fault: str | None = None
-        # Faults for tests, as the `dma` worker has them: give up every n-th, sleep before each.
-        self.drop_every, self.delay_s = 0, 0.0
+        self._faults, self._killed, self._last_begun = Faults(), False, 0.0
         self.channel = open_channel(self.enqueue) if callback else None
         self._thread = threading.Thread(target=self._work, name=f"seqmoe-{self.name}", daemon=True)
         self._thread.start()
@@ -111,11 +111,17 @@ class DevicePut:
             self._arrived.clear()
 
     def moved(self) -> Moved:
-        return self._moved
+        return replace(self._moved)
 
     def fault(self) -> str | None:
         fault, self._fault = self._fault, None
         return fault
+
+    def inject(self, faults: Faults) -> None:
+        self._faults = faults
+
+    def kill(self) -> None:
+        self._killed = True
 
     def close(self) -> None:
         if self.channel is not None:
@@ -188,16 +194,22 @@ class DevicePut:
         )  # fmt: skip
 
     def _transfer(self, key: int, slot: int, tag: int) -> bool:
-        experts = self.config.plan.experts
-        if self.delay_s:
-            time.sleep(self.delay_s)
+        if self._killed:
+            raise RuntimeError("killed")
+        experts, faults = self.config.plan.experts, self._faults
+        if faults.throttle_s:
+            time.sleep(max(0.0, self._last_begun + faults.throttle_s - time.perf_counter()))
+            self._last_begun = time.perf_counter()
         block = jax.device_put(self._rows[key // experts][key % experts], self._device)
         block.block_until_ready()
+        if faults.delay_s:
+            time.sleep(faults.delay_s)
         self._moved.bytes += block.nbytes
-        self._moved.landed += 1
-        if self.drop_every and self._moved.landed % self.drop_every == 0:
+        if faults.drop_every and (self._moved.landed + self._moved.dropped + 1) % faults.drop_every == 0:
+            self._moved.dropped += 1
             self._answer(slot, -tag, None)
             return False
+        self._moved.landed += 1
         self._answer(slot, tag, block)
         return True
 

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from seqmoe_jax.errors import ConfigError
-from seqmoe_jax.experts.engines.base import EngineConfig, Moved, pinned, typical_transfer_cost
+from seqmoe_jax.experts.engines.base import EngineConfig, Faults, Moved, pinned, typical_transfer_cost
 from seqmoe_jax.experts.link import Link
 from seqmoe_jax.prefetch.compiled import address_of
 from seqmoe_jax.prefetch.worker import SCHEDULERS, Calls, Control, Count, work
@@ -107,8 +107,8 @@ class Dma:
     def moved(self) -> Moved:
         counts = self._counts
         return Moved(
-            landed=int(counts[Count.LANDED]), given_up=int(counts[Count.GIVEN_UP]),
-            late=int(counts[Count.LATE]), bytes=int(counts[Count.BYTES]),
+            landed=int(counts[Count.LANDED]), dropped=int(counts[Count.DROPPED]),
+            given_up=int(counts[Count.GIVEN_UP]), late=int(counts[Count.LATE]), bytes=int(counts[Count.BYTES]),
         )  # fmt: skip
 
     def fault(self) -> str | None:
@@ -122,14 +122,13 @@ class Dma:
         if self._driver is not None:
             self._driver.close()
 
-    def kill(self) -> None:
-        """Ends the worker at once, whatever is under way; for tests. The step must go on without it."""
-        self._control[Control.STOP] = 1
+    def inject(self, faults: Faults) -> None:
+        self._control[Control.DROP_EVERY] = faults.drop_every
+        self._control[Control.DELAY_NS] = int(faults.delay_s * 1e9)
+        self._control[Control.THROTTLE_NS] = int(faults.throttle_s * 1e9)
 
-    @property
-    def control(self) -> np.ndarray:
-        """The worker's control words; tests inject faults here."""
-        return self._control
+    def kill(self) -> None:
+        self._control[Control.STOP] = 1
 
     @property
     def transfer_cost(self) -> float:

@@ -1,0 +1,207 @@
+"""Where the time of a decode step goes (paper, Figure 9), from a profile of the device.
+
+Under the profiler XLA launches every kernel by itself instead of replaying CUDA graphs. Kernels take as long as ever,
+the gaps between them do not: read the microseconds of a class against the step time measured without the profiler.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from seqmoe_jax.engine import TokenEngine
+from seqmoe_jax.errors import SeqMoEError
+
+# The classes of Figure 9, and the named scopes of the decode step in each. The innermost scope decides.
+CLASSES: dict[str, tuple[str, ...]] = {
+    "compute": ("embed", "mixer", "moe", "head", "sample"),
+    "predictor": ("forecast", "refine"),
+    "management": ("slot_update", "plan", "rescore", "landing"),
+    "stall": ("miss_load", "wait"),
+    "other": ("other",),
+}
+CLASS_OF = {part: name for name, parts in CLASSES.items() for part in parts}
+# The scope of our kernels, for profiles that do not say it.
+SCOPE_OF_KERNEL = {
+    "slot_update": "slot_update",
+    "miss_load": "miss_load",
+    "post": "plan",
+    "fused_moe_up": "moe",
+    "fused_moe_down": "moe",
+    "router_choice": "moe",
+    "decode_attention": "mixer",
+    "decode_attention_combine": "mixer",
+}
+TOP = 20  # kernels listed
+
+
+class ProfileError(SeqMoEError):
+    """A profile that says nothing of the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One kernel or copy on the device. `scope` is the path of named scopes it was traced in; times in microseconds."""
+
+    name: str
+    scope: str
+    start: float
+    duration: float
+
+    @property
+    def part(self) -> str:
+        """The named scope it counts for: one of `CLASSES`."""
+        for scope in reversed(self.scope.split("/")):
+            if scope in CLASS_OF:
+                return scope
+        return SCOPE_OF_KERNEL.get(self.kernel, "other")
+
+    @property
+    def kernel(self) -> str:
+        """Its name without the number that tells instances apart."""
+        return re.sub(r"([._]\d+)+$", "", self.name)
+
+
+def shares_of(launches: Sequence[Launch], steps: int, *, engine: bool = False) -> dict[str, Any]:
+    """Microseconds per step by class and by scope, and the kernels that take most.
+
+    The four classes of Figure 9, what belongs to none (`other`), and the gaps (`idle`) between the first start and the
+    last end; `share` is of the time that is not idle. With a transfer `engine`, `slot_update` also waits for experts
+    under way: what a launch takes beyond the median launch is counted as stall, under `wait`.
+    """
+    if not launches or steps < 1:
+        raise ProfileError(f"expected launches of at least one step, got {len(launches)} of {steps}")
+    parts: dict[str, float] = defaultdict(float)
+    kernels: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for launch in launches:
+        parts[launch.part] += launch.duration
+        kernels[launch.kernel, launch.part].append(launch.duration)
+    if engine:
+        updates = [duration for (kernel, _), each in kernels.items() if kernel == "slot_update" for duration in each]
+        usual = statistics.median(updates) if updates else 0.0
+        waited = sum(max(0.0, duration - usual) for duration in updates)
+        parts["slot_update"] -= waited
+        parts["wait"] += waited
+    by_class = {name: sum(parts.get(part, 0.0) for part in members) for name, members in CLASSES.items()}
+    busy = sum(by_class.values())
+    ranked = sorted(kernels.items(), key=lambda item: -sum(item[1]))
+    return {
+        "steps": steps,
+        "us_per_step": {name: us / steps for name, us in (by_class | {"idle": _idle(launches)}).items()},
+        "share": {name: us / busy for name, us in by_class.items()},
+        "parts_us": {part: us / steps for part, us in sorted(parts.items(), key=lambda item: -item[1])},
+        "launches_per_step": len(launches) / steps,
+        "kernels": [
+            {
+                "kernel": kernel,
+                "scope": part,
+                "us_per_step": sum(each) / steps,
+                "launches_per_step": len(each) / steps,
+                "us_each": statistics.median(each),
+            }
+            for (kernel, part), each in ranked[:TOP]
+        ],
+    }
+
+
+def _idle(launches: Sequence[Launch]) -> float:
+    idle, end = 0.0, min(launch.start for launch in launches)
+    for launch in sorted(launches, key=lambda launch: launch.start):
+        idle += max(0.0, launch.start - end)
+        end = max(end, launch.start + launch.duration)
+    return idle
+
+
+def profile_steps(
+    engine: TokenEngine, prompts: Sequence[Sequence[int]], *, new: int, steps: int, **options: Any
+) -> dict[str, Any]:
+    """`shares_of` about `steps` decode steps of a generation of up to `new` tokens, for which the programs exist.
+
+    `options` are those of `TokenEngine.run`. Raises `ProfileError` where the backend has no profile of its device.
+    """
+    events = engine.run(prompts, max_new_tokens=new, **options)
+    with tempfile.TemporaryDirectory(prefix="seqmoe-profile-") as directory:
+        quiet = jax.profiler.ProfileOptions()
+        quiet.python_tracer_level, quiet.host_tracer_level = 0, 1
+        list(islice(events, len(prompts)))  # the prompt and the first token
+        before = engine.steps_run()
+        with jax.profiler.trace(directory, profiler_options=quiet):
+            list(islice(events, steps * len(prompts)))
+            events.close()
+            count = engine.steps_run() - before
+        launches, beside = read_profile(Path(directory), "jit_step", scopes_of(engine.step_program().as_text() or ""))
+    return shares_of(launches, count, engine=engine.transfers_name != "none") | {"copies_beside_us": beside / count}
+
+
+def scopes_of(program: str) -> dict[str, str]:
+    """The path of named scopes of every instruction of an optimised program, from its text."""
+    return dict(re.findall(r'^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*?op_name="([^"]*)"', program, re.MULTILINE))
+
+
+def read_profile(directory: Path, module: str, scopes: Mapping[str, str]) -> tuple[list[Launch], float]:
+    """The launches of one module on the first device, and the microseconds of all copies that belong to no module.
+
+    `scopes` are those of its instructions; what a launch says of itself is used for others.
+    """
+    files = sorted(directory.rglob("*.xplane.pb"))
+    if not files:
+        raise ProfileError("the profiler wrote no profile")
+    launches, unnamed = list[Launch](), list[Launch]()
+    beside, planes = 0.0, []
+    for plane in jax.profiler.ProfileData.from_file(str(files[-1])).planes:
+        planes.append(plane.name)
+        if not re.match(r"/device:(GPU|TPU):0", plane.name):
+            continue
+        for line in plane.lines:
+            if not re.match(r"Stream #|XLA Ops", line.name):
+                continue
+            for event in line.events:
+                stats = dict(event.stats)
+                copy = event.name.lower().startswith("memcpy")
+                said = next((str(stats[name]) for name in ("name", "tf_op") if "/" in str(stats.get(name, ""))), "")
+                launch = Launch(
+                    name=event.name,
+                    scope=scopes.get(str(stats.get("hlo_op", "")), said),
+                    start=event.start_ns / 1e3,
+                    duration=event.duration_ns / 1e3,
+                )
+                if str(stats.get("hlo_module", "")).startswith(module):
+                    launches.append(launch)
+                elif "hlo_module" not in stats and copy:
+                    beside += launch.duration
+                elif "hlo_module" not in stats:
+                    unnamed.append(launch)
+    launches = launches or unnamed  # should events not say their module: nothing else ran while it was profiled
+    if not launches:
+        raise ProfileError(f"no launches of {module} on a device in the profile; its planes: {', '.join(planes)}")
+    return launches, beside
+
+
+def describe(shares: Mapping[str, Any]) -> str:
+    """The shares of one row as lines for a person."""
+    if "error" in shares:
+        return f"  no time shares: {shares['error']}"
+    times = ", ".join(
+        f"{name} {us:.0f} us" + (f" ({100 * shares['share'][name]:.1f} %)" if name in shares["share"] else "")
+        for name, us in shares["us_per_step"].items()
+    )
+    lines = [
+        f"  profiled, without CUDA graphs, {shares['steps']} steps: {times}; "
+        f"{shares['launches_per_step']:.0f} launches a step, copies beside it {shares['copies_beside_us']:.0f} us",
+        "  kernel                                   scope          us/step  launches  us each",
+    ]
+    lines += [
+        f"  {row['kernel'][:40]:40} {row['scope']:12} {row['us_per_step']:9.1f} {row['launches_per_step']:9.1f} "
+        f"{row['us_each']:8.1f}"
+        for row in shares["kernels"]
+    ]
+    return "\n".join(lines)
