@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 import tempfile
 from collections import Counter
 from functools import partial
@@ -127,16 +126,16 @@ def compiled_step(spec: ModelSpec, name: str, device: Any, args: argparse.Namesp
     def there(tree: Any, sharding: Any = on_device) -> Any:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
 
-    def numbers(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
+    def numbers(*shape: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
 
     if plan is not None:
-        scalar = there(jax.ShapeDtypeStruct((), jnp.float32))
+        scalar = there(numbers(dtype=jnp.float32))
         link = Link(scalar, None, *there((numbers(slots), numbers(16), numbers(5 * plan.tasks + 3)), pinned))
     sequences = jax.eval_shape(partial(empty_sequences, spec=spec, batch=args.batch, capacity=args.context, dtype=BF16))
     offload = Offload(
         cache=jax.eval_shape(lambda: empty_cache(cache)),
-        forecast=jax.ShapeDtypeStruct((2, spec.num_keys), jnp.float32),
+        forecast=numbers(2, spec.num_keys, dtype=jnp.float32),
         predictor=state,
         tags=numbers(),
         steps=numbers(),
@@ -215,4 +214,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,0 +1,1 @@
+"""Other people's offloading engines on the work of `seqmoe bench`."""
