@@ -33,7 +33,7 @@ from pallas_kernels.backend import Implementation, resolve
 from pallas_kernels.miss_load import miss_load
 from pallas_kernels.miss_load.gpu import Config, miss_load_gpu
 from pallas_kernels.slot_update import Rule, SlotState, SlotTables, slot_update
-from seqmoe_jax.prefetch.plan import open_slots
+from seqmoe_jax.experts.slots import open_slots
 
 SIZES = {"qwen3-30b-a3b at 45 %": (48, 128, 2765, 8), "gpt-oss-20b at 45 %": (24, 32, 345, 4)}  # L, E, S, K
 

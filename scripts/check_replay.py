@@ -30,10 +30,10 @@ def main() -> None:
     heard: dict[int, np.ndarray] = {}
     honest = cache.bring_in
 
-    def listening(slots: Any, pool: Any, ids: Any, layer: Any, config: Any) -> Any:
+    def listening(slots: Any, pool: Any, ids: Any, layer: Any, config: Any, *rest: Any, **options: Any) -> Any:
         if isinstance(layer, int):  # decoding; prefill compiles one program for all layers
-            jax.debug.callback(lambda clock, now: heard.update({int(clock): np.array(now)}), slots.clock, ids)
-        return honest(slots, pool, ids, layer, config)
+            jax.debug.callback(lambda clock, now: heard.update({int(clock): np.array(now)}), slots.clock + layer, ids)
+        return honest(slots, pool, ids, layer, config, *rest, **options)
 
     cache.bring_in = listening  # type: ignore[assignment]
     # Rule lru counts the layers that ran: that orders what is heard.

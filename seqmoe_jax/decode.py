@@ -17,7 +17,7 @@ from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from pallas_kernels.miss_load import miss_load
-from pallas_kernels.post import post
+from pallas_kernels.plan_tasks import SLOT, PlanConfig, plan_tasks
 from seqmoe_jax.experts.cache import CacheConfig, SlotCache, Transfers, all_hits, moe_decode, rescore
 from seqmoe_jax.experts.engines.channels import deliver
 from seqmoe_jax.experts.link import Link
@@ -30,7 +30,6 @@ from seqmoe_jax.models.layers import mask_inactive
 from seqmoe_jax.models.mixers import State
 from seqmoe_jax.models.spec import ModelSpec, MoESpec
 from seqmoe_jax.models.weights import ModelWeights
-from seqmoe_jax.prefetch.plan import SLOT, PlanConfig, make_plan, open_slots
 from seqmoe_jax.sampling import SamplingParams, greedy, mask_padding, sample
 
 RUNNING, STOPPED, EXHAUSTED = range(3)  # what a step says of a sequence: goes on, end token, length reached
@@ -96,10 +95,10 @@ class StepConfig:
 
 class StepOutput(NamedTuple):
     """What the host reads of a step: one small array of tokens [B], ends [B] and counts (routed, hits, misses); the
-    plans; and the position from which on they were made."""
+    last plan, where it is not told in another way, and the position at which it was made."""
 
     packed: Int32[Array, " 2B+3"]
-    tasks: Int32[Array, "P 5 N"] | None = None
+    tasks: Int32[Array, "5 N"] | None = None
     clock: Int32[Array, ""] | None = None
 
     @classmethod
@@ -129,27 +128,27 @@ def choose(
 
 
 class _Planner:
-    """Makes the plans of one step while it is traced, and tells whoever listens."""
+    """Rescores the cache by a forecast and plans by it, while one step is traced."""
 
     def __init__(self, config: StepConfig, link: Link | None, tags: Int32[Array, ""]):
         self.config, self.link, self.tags = config, link, tags
         self.tasks: list[Int32[Array, "5 N"]] = []
-        self.open_slots: Int32[Array, " N"] | None = None
 
-    def plan(self, cache: SlotCache, probability: Array, base: Array, first_layer: int) -> SlotCache:
-        if self.config.plan is None or self.link is None:
-            return cache
+    def follow(
+        self, cache: SlotCache, forecast: Forecast, probability: Array | None, base: Array, first_layer: int
+    ) -> SlotCache:
+        """Scores by `forecast` for layers from `first_layer` on; a plan by `probability`, if one is to be made."""
+        key_score = forecaster.worth(forecast)
+        if probability is None or self.config.plan is None or self.link is None:
+            return rescore(cache, key_score, first_layer * self.config.cache.experts)
         with jax.named_scope("plan"):
-            tables, tags, tasks = make_plan(
-                cache.tables, probability, cache.key_score[0], base, self.tags, self.link.transfer_layers,
-                first_layer=first_layer, config=self.config.plan,
+            tables, self.tags, tasks = plan_tasks(
+                cache.tables, cache.open_slots, probability.reshape(-1), key_score, base=base, next_tag=self.tags,
+                transfer_layers=self.link.transfer_layers, first_layer=first_layer, config=self.config.plan,
+                board=self.link.board, implementation=self.config.cache.implementation,
             )  # fmt: skip
-            if self.link.board is not None:
-                tags = tags + post(self.link.board, tags, jnp.concatenate([base.reshape(1), tasks.reshape(-1)]))
-            self.tags = tags
-            self.tasks.append(tasks)
-            self.open_slots = tasks[SLOT]
-        return cache._replace(tables=tables)
+        self.tasks.append(tasks)
+        return cache._replace(tables=tables, key_score=key_score, open_slots=tasks[SLOT])
 
 
 def forward(
@@ -191,7 +190,7 @@ def _layers(
     active = ~sequences.done
     positions = sequences.position[:, None]
     with jax.named_scope("embed"):
-        x = block.embed(sequences.token[:, None], weights.embed, spec)
+        x: Array | fused.Pending = block.embed(sequences.token[:, None], weights.embed, spec)
     states, routing = list(sequences.states), list[Int[Array, "B K"]]()
     counts: list[Int32[Array, " 3"]] = []
     shares: list[Float[Array, "B K"]] = []
@@ -204,7 +203,7 @@ def _layers(
         with jax.named_scope(f"layer{index}/mixer"):
             x, states[index] = fused.mix(x, states[index], positions, active, w, layer, config.kernels)
         if not isinstance(layer.mlp, MoESpec):
-            x = block.dense(x, w, layer)
+            x = block.dense(fused.settled(x), w, layer)
         else:
             moe_index = len(routing)
             if config.predictor is not None and moe_index == config.trigger:
@@ -215,11 +214,7 @@ def _layers(
                     forecast = offload.forecast.at[0, moe_index * experts :].set(
                         again.reshape(-1)[moe_index * experts :]
                     )
-                    cache = rescore(cache, forecaster.worth(forecast), moe_index * experts)
-                    if config.plans == 2:
-                        cache = planner.plan(cache, again, base, moe_index)
-                        if transfers is not None and planner.open_slots is not None:
-                            transfers = transfers._replace(open_slots=planner.open_slots)
+                    cache = planner.follow(cache, forecast, again if config.plans == 2 else None, base, moe_index)
             with jax.named_scope(f"layer{index}/moe"):
                 normed, mixing, ids, expert_weights = fused.route(x, sequences.token, active, w, layer, config.kernels)
                 if replay is not None:
@@ -232,7 +227,7 @@ def _layers(
                 routing.append(ids)
                 shares.append(expert_weights)
                 counts.append(new)
-                x = block.moe_output(x, normed, mixing, y, w, layer)
+                x = fused.moe_output(x, normed, mixing, y, w, layer, config.kernels)
         # Without this XLA recomputes sums of earlier layers inside later fusions, and compiling takes time that
         # is exponential in the number of layers (ten layers at batch 4 for a GPU: over 280 s, against 18 s).
         x = jax.lax.optimization_barrier(x)
@@ -243,7 +238,8 @@ def _layers(
     # At once for all layers: a few small kernels instead of a few per layer.
     total = jnp.stack(counts).sum(axis=0) if config.cache.managed else all_hits(jnp.stack(routing), config.cache)
     with jax.named_scope("head"):
-        logits = fused.logits_of(x[:, 0], weights, spec, config.kernels)
+        logits = fused.logits_of(fused.settled(x)[:, 0], weights, spec, config.kernels)
+    cache = cache._replace(clock=base + layers)
     offload = offload._replace(cache=cache, forecast=forecast, steps=offload.steps + 1)
     return logits, sequences._replace(states=tuple(states)), offload, total, known(), planner
 
@@ -254,9 +250,8 @@ def _receive(
     """What `slot_update` needs to know of the engine; blocks with the arrivals copied in."""
     if link is None or plan is None:
         return None, cache.blocks
-    open_ = open_slots(cache.tables, plan.tasks)
     if link.landed is not None:
-        return Transfers(link.landed, open_, link.progress), cache.blocks
+        return Transfers(link.landed, link.progress), cache.blocks
     assert link.arrivals is not None
     slot, tag, blocks = link.arrivals.slot, link.arrivals.tag, cache.blocks
     at = jnp.maximum(slot, 0)
@@ -265,7 +260,7 @@ def _receive(
         target = jnp.where(expected[index], slot[index], -1).reshape(1)
         blocks = miss_load(blocks, arrived[None], jnp.zeros(1, jnp.int32), target, implementation=config.implementation)
     landed = jnp.zeros_like(cache.tables.tag).at[jnp.where(tag != 0, slot, config.slots)].set(tag, mode="drop")
-    return Transfers(landed, open_, None), blocks
+    return Transfers(landed, None), blocks
 
 
 def step(
@@ -304,13 +299,11 @@ def step(
                 config.predictor, predictor, offload.predictor, routing, coming, ~sequences.done, ahead=config.ahead
             )
             offload = offload._replace(predictor=state, forecast=forecast)
-    cache = rescore(cache, forecaster.worth(forecast))
-    if probability is not None:
-        cache = planner.plan(cache, probability, cache.clock + (config.ahead - 1) * config.cache.layers, 0)
-        if planner.tasks:
-            output = output._replace(tasks=jnp.stack(planner.tasks), clock=cache.clock)
-            if config.channel is not None:
-                io_callback(partial(deliver, config.channel), None, output.tasks, output.clock)
+    cache = planner.follow(cache, forecast, probability, cache.clock + (config.ahead - 1) * config.cache.layers, 0)
+    if planner.tasks and (link is None or link.board is None):
+        output = output._replace(tasks=planner.tasks[-1], clock=cache.clock)
+        if config.channel is not None:
+            io_callback(partial(deliver, config.channel), None, output.tasks, output.clock)
     cache = cache._replace(key_score=key_score)
     return sequences, offload._replace(cache=cache, tags=planner.tags), output
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.backend import Implementation, resolve
+from pallas_kernels.plan_tasks import PlanConfig
 from seqmoe_jax.decode import (
     RUNNING,
     Offload,
@@ -39,6 +40,7 @@ from seqmoe_jax.experts.cache import (
     empty_cache,
     keep,
     rescore,
+    settled,
 )
 from seqmoe_jax.experts.engines import make_engine
 from seqmoe_jax.experts.engines.base import (
@@ -56,7 +58,6 @@ from seqmoe_jax.loaded import Predictor as Predictor
 from seqmoe_jax.models.fused import DecodeKernels, unfit
 from seqmoe_jax.models.weights import ModelWeights
 from seqmoe_jax.planning import DEFAULT_CONTEXT, MAX_BATCH, Plan, Residency, least_slots, make_plan
-from seqmoe_jax.prefetch.plan import PlanConfig, settle_jit
 from seqmoe_jax.prefill import first_token
 from seqmoe_jax.prompts import PromptReader, ReadPrompts, capacity_of
 from seqmoe_jax.sampling import SamplingConfig, SamplingParams
@@ -103,7 +104,7 @@ class TokenEngine:
         threshold: float = THRESHOLD,
         refine: bool = True,
         replay: Replay | None = None,
-        decode_kernels: bool = False,
+        decode_kernels: bool = True,
         stream_prompts: bool = True,
         announce: Callable[[str], None] | None = None,
     ):
@@ -113,7 +114,8 @@ class TokenEngine:
         engine that does it (`seqmoe_jax.experts.engines.base.ENGINES`), `scheduler` the rule that orders its tasks,
         `tasks` how many may be open (default: one more than fit into a step), `threshold` the least probability of one.
         `refine` forecasts the running step anew at half of its layers. `replay` forces recorded routing on the model.
-        `decode_kernels`: kernels for attention, routing and projections too, where the experts' are those for GPUs.
+        `decode_kernels`: kernels for attention, routing and projections too, where the experts' are those for GPUs;
+        False leaves them to XLA, which is slower (docs/benchmarks.md).
         `stream_prompts`: what a prompt is likely to need is sent ahead of its layers, beside the slots; or nothing is.
         `vocab`: the tokenizer's; ids beyond it are never generated. Default: every row of the output head may be.
         Raises `ResidencyError` or `ConfigError` where that cannot work.
@@ -146,7 +148,6 @@ class TokenEngine:
             managed=not (everything and self.policy == "full"),
             implementation=resolve(implementation),
         )
-        # Opt-in: they agree with XLA, but no decode step with them has been timed on a GPU yet.
         self.kernels = DecodeKernels.of(self.config.implementation if decode_kernels else "xla")
         if predictor is not None:
             moe = spec.moe
@@ -155,6 +156,8 @@ class TokenEngine:
         self.replay = replay
         self._refine = refine
         self._plan_config, self._transfers = self._make_transfers(transfers, scheduler, tasks, threshold)
+        if self._plan_config is not None:
+            self.config = replace(self.config, tasks=self._plan_config.tasks)
         self._programs: dict[Any, Any] = {}
         self._reader = PromptReader(
             model, self.config, policy=self.policy, predictor=self.predictor, replay=replay, device=self.device,
@@ -206,7 +209,7 @@ class TokenEngine:
             if name not in ("auto", "none") and self.plan.slots < self.model.spec.num_keys:
                 raise ConfigError(f"transfers {name!r} need policy seqmoe and a predictor; load with predictor=...")
             return None, None
-        name = resolve_engine(name, jax.default_backend())
+        name = resolve_engine(name, self.config.implementation)
         if name == "none":
             return None, None
         active = self.model.spec.moe.top_k
@@ -434,8 +437,7 @@ class TokenEngine:
         if self._transfers is not None:
             jax.block_until_ready(self._offload.cache.tables)
             self._transfers.pause()
-            cache = self._offload.cache
-            self._offload = self._offload._replace(cache=cache._replace(tables=settle_jit(cache.tables)))
+            self._offload = self._offload._replace(cache=settled(self._offload.cache))
         if self.predictor is not None:
             dtype = self.predictor.weights["in_proj"].dtype
             state = jax.device_put(plain.init_state(self.predictor.config, batch, dtype), self.device)

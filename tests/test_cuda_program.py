@@ -37,14 +37,19 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 from seqmoe_jax.decode import Offload, StepConfig, empty_sequences, jitted_step
+from pallas_kernels.plan_tasks import PlanConfig
 from seqmoe_jax.experts.cache import CacheConfig, empty_cache
+from seqmoe_jax.experts.link import Link
+from seqmoe_jax.forecast import plain
+from seqmoe_jax.forecast.config import PredictorConfig
+from seqmoe_jax.forecast.predictor import Predictor
 from seqmoe_jax.loading import random_weights
 from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.models.fused import DecodeKernels
 from seqmoe_jax.sampling import SamplingConfig, SamplingParams
 from seqmoe_jax.testing import tiny_config
 
-batch, dtype = int(sys.argv[1]), sys.argv[2]
+batch, dtype, dma = int(sys.argv[1]), sys.argv[2], sys.argv[4] == "dma"
 changes = dict(hidden_size=256, moe_intermediate_size=128, mlp_only_layers=[], torch_dtype="bfloat16")
 if dtype == "fp8":
     changes["quantization_config"] = dict(quant_method="fp8", weight_block_size=[128, 128])
@@ -53,7 +58,7 @@ if dtype == "mxfp4":
                     rope_parameters=dict(rope_type="default"), quantization_config=dict(quant_method="mxfp4"))
 spec = spec_from_config(tiny_config(**changes))
 cache = CacheConfig(layout=spec.expert_layout, layers=3, experts=8, slots=11, rule="scored", managed=True,
-                    implementation="gpu")
+                    implementation="gpu", tasks=4 if dma else 0)
 topology = topologies.get_topology_desc(
     platform="cuda", topology_name="1x1x1", topology="1x1x1", target_config=sys.argv[3])
 device = topology.devices[0]
@@ -72,22 +77,42 @@ weights = jax.eval_shape(partial(random_weights, spec=spec, dtype=np.dtype(jnp.b
 pools = (jax.ShapeDtypeStruct((8, spec.expert_layout.block_elems), spec.expert_layout.storage),) * 3
 sampling = jax.eval_shape(lambda: SamplingParams.of([SamplingConfig()], batch))
 ends = jax.ShapeDtypeStruct((1,), jnp.int32)
+link = predictor = None
+options = {}
+if dma:
+    plan = PlanConfig(layers=3, experts=8, tasks=4, keep=4)
+    foreseen = PredictorConfig(model="tiny", layers=3, experts=8, active=2, width=32, head=16, columns=8, blocks=1,
+                               echo=16, vocabulary=256, token_rows=70, token_width=8, refine_width=16)
+    options = dict(plan=plan, predictor=foreseen, trigger=1)
+    from flax import nnx
+    predictor = there(jax.eval_shape(lambda: Predictor(foreseen, rngs=nnx.Rngs(0)).weights() | {
+        "token_table": jnp.zeros(256, jnp.int32)}))
+    state = jax.eval_shape(lambda: plain.init_state(foreseen, batch, jnp.float32))
+    offload = offload._replace(predictor=state)
+    word = jax.ShapeDtypeStruct((), jnp.float32)
+    vector = jax.ShapeDtypeStruct((32,), jnp.int32)
+    link = Link(transfer_layers=there(word), landed=there(jax.ShapeDtypeStruct((11,), jnp.int32)),
+                progress=there(vector, pinned), board=there(vector, pinned))
 abstract = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"))
 with use_abstract_mesh(abstract):
     lowered = jitted_step.lower(
         there(sequences), there(offload), there(weights), there(pools, pinned), there(sampling), there(ends),
+        link, predictor,
         config=StepConfig(spec=spec, cache=cache, forecast=True, greedy=True, vocab=spec.vocab,
-                          kernels=DecodeKernels.of("gpu")))
+                          kernels=DecodeKernels.of("gpu"), **options))
 print(spec.expert_layout.block_elems)
 print(lowered.compile().as_text())
 """
 
 
-@pytest.mark.parametrize(("batch", "dtype"), [(1, "bf16"), (4, "bf16"), (1, "fp8"), (1, "mxfp4")])
-def test_the_cuda_step_works_in_place_and_reads_the_pool_where_it_is(batch, dtype):
+@pytest.mark.parametrize(
+    ("batch", "dtype", "transfers"),
+    [(1, "bf16", "none"), (4, "bf16", "none"), (1, "fp8", "none"), (1, "mxfp4", "none"), (1, "bf16", "dma")],
+)
+def test_the_cuda_step_works_in_place_and_reads_the_pool_where_it_is(batch, dtype, transfers):
     environment = os.environ | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(batch), dtype, TARGET],
+        [sys.executable, "-c", PROGRAM, str(batch), dtype, TARGET, transfers],
         capture_output=True, text=True, env=environment, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -103,8 +128,9 @@ def test_the_cuda_step_works_in_place_and_reads_the_pool_where_it_is(batch, dtyp
     uses = re.findall(r".*%pools_\d_[\w.]*[,)].*", text[text.index("ENTRY") :])
     assert uses
     assert all("custom-call" in line or "ENTRY" in line or "parameter(" in line for line in uses)
-    # Ten kernels and a sum in each of the three layers, and what a step does once.
+    # Ten kernels in each of the three layers, and what a step does once.
     launches = re.findall(r" (?:fusion|custom-call)\(", text[text.index("ENTRY") :])
-    assert len(launches) <= 3 * 12 + 24
+    assert len(launches) <= 3 * 10 + (24 if transfers == "none" else 72)
+    assert len(re.findall(r"custom-call.*plan_tasks", text)) == (0 if transfers == "none" else 2)
     donated = 3 * 2 + 4 + 9
     assert len(re.findall(r"(?:may|must)-alias", text.splitlines()[0])) >= donated - 2

@@ -129,7 +129,7 @@ def test_an_engine_that_cannot_work_is_refused(model, options, message):
 
 
 def test_dma_is_refused_without_a_gpu(model, predictor):
-    with pytest.raises(ConfigError, match="needs a CUDA GPU, this is cpu"):
+    with pytest.raises(ConfigError, match="needs the kernels for CUDA GPUs"):
         TokenEngine(model, residency=0.5, predictor=predictor, transfers="dma")
 
 

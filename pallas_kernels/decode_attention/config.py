@@ -46,3 +46,8 @@ class Config:
     splits: int = 64
     warps: int = 4
     combine_warps: int = 4
+
+
+def default_config(dim: int, itemsize: int) -> Config:
+    """Tiles of at most 16 KiB of keys, so that those of keys and values in flight fit the shared memory of any GPU."""
+    return Config(tile=64 if dim * itemsize <= 256 else 32 if dim * itemsize <= 512 else 16)

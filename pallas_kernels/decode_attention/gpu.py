@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.decode_attention.config import Config, Heads
+from pallas_kernels.decode_attention.config import Config, Heads, default_config
 
 
 def decode_attention(
@@ -50,7 +50,7 @@ def decode_attention(
     `qkv` before they meet the values; plain XLA rounds them after the division by their sum, so bf16 results may
     differ in the last bits.
     """
-    config = config or Config()
+    config = config or default_config(heads.dim, qkv.dtype.itemsize)
     batch, held = k.shape[0], k.shape[2]
     dim, splits = heads.dim, config.splits
     if heads.unfit:

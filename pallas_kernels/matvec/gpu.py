@@ -6,7 +6,7 @@ Every program norms the vectors for itself: they come from L1, while its rows ar
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,12 @@ from pallas_kernels.matvec.config import MAX_BATCH, Config, default_config
 from pallas_kernels.norm import Norm
 
 
+class Product(NamedTuple):
+    out: Float[Array, "B O"]
+    normed: Float[Array, "B I"]  # what met the matrix
+    x: Float[Array, "B I"]  # that before its norm, with the addend
+
+
 def matvec(
     x: Float[Array, "B I"],
     w: Float[Array, "O I"],
@@ -28,11 +34,12 @@ def matvec(
     norm_weight: Float[Array, " I"] | None = None,
     residual: Float[Array, "B O"] | None = None,
     residual_scale: float = 1.0,
+    addend: Float32[Array, "B I"] | None = None,
     dtype: jnp.dtype | None = None,
     config: Config | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "B O"], Float[Array, "B I"]]:
-    """`residual + residual_scale * (norm(x) W^T + bias)`, and `norm(x)`, in one launch.
+) -> Product:
+    """`residual + residual_scale * (norm(x + addend) W^T + bias)` in one launch.
 
     Args:
         x: B vectors, at most `MAX_BATCH`; float32, bf16 or f16.
@@ -40,6 +47,7 @@ def matvec(
         bias: added in float32.
         norm, norm_weight: applied to `x` first; None leaves it (and it is returned as it came).
         residual: added after the sum was rounded to `dtype`, as an addition of its own would.
+        addend: rounded to the dtype of `x` and added to it before everything else.
         dtype: of the result; that of `x` by default.
 
     Sums are float32, in an order that the shape of `w` alone decides.
@@ -49,13 +57,13 @@ def matvec(
         raise ValueError(f"matvec: expected x[B, {columns}] with B of 1 to {MAX_BATCH}, got x{list(x.shape)}")
     config = config or default_config(width, w.dtype.itemsize)
     kernel = functools.partial(
-        _kernel, norm=norm, biased=bias is not None, added=residual is not None, scale=residual_scale, config=config
-    )
-    optional = [array for array in (bias, norm_weight if norm else None, residual) if array is not None]
+        _kernel, norm=norm, biased=bias is not None, kept=residual is not None, scale=residual_scale,
+        added=addend is not None, config=config,
+    )  # fmt: skip
+    optional = [array for array in (bias, norm_weight if norm else None, residual, addend) if array is not None]
     out_shape = [jax.ShapeDtypeStruct((batch, outputs), dtype or x.dtype)]
-    if norm is not None:
-        out_shape.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
-    out, *normed = pl.pallas_call(
+    out_shape += [jax.ShapeDtypeStruct(x.shape, x.dtype)] * ((norm is not None) + (addend is not None))
+    out, *more = pl.pallas_call(
         kernel,
         out_shape=out_shape,
         grid=(pl.cdiv(outputs, config.rows),),
@@ -63,17 +71,28 @@ def matvec(
         interpret=interpret,
         name="matvec",
     )(x, w, *optional)
-    return out, normed[0] if normed else x
+    if addend is not None:
+        x = more.pop()
+    return Product(out, more.pop() if more else x, x)
 
 
 def _kernel(
-    x_ref: Any, w_ref: Any, *refs: Any, norm: Norm | None, biased: bool, added: bool, scale: float, config: Config
-) -> None:
+    x_ref: Any, w_ref: Any, *refs: Any, norm: Norm | None, biased: bool, kept: bool, scale: float, added: bool,
+    config: Config,
+) -> None:  # fmt: skip
     rest = list(refs)
     bias_ref = rest.pop(0) if biased else None
     norm_ref = rest.pop(0) if norm is not None else None
-    residual_ref = rest.pop(0) if added else None
-    out_ref, *normed_refs = rest
+    residual_ref = rest.pop(0) if kept else None
+    addend_ref = rest.pop(0) if added else None
+    out_ref, *more = rest
+
+    def keep(ref: Any, b: Array, pieces: list[Array]) -> None:
+        @pl.when(pl.program_id(0) == 0)
+        def _() -> None:
+            for piece, span, mask in zip(pieces, columns, inside, strict=True):
+                plgpu.store(ref.at[b, span], piece, mask=mask)
+
     (batch, width), outputs = x_ref.shape, w_ref.shape[0]
     row = pl.program_id(0) * config.rows
     below = tiles.bound(row, config.rows, outputs)
@@ -85,23 +104,23 @@ def _kernel(
         tiles.load(w_ref.at[rows, span], tiles.both(below, mask, (config.rows, config.cols)))
         for span, mask in zip(columns, inside, strict=True)
     ]
-    factors = [
-        None if norm_ref is None else tiles.load(norm_ref.at[s], m) for s, m in zip(columns, inside, strict=True)
-    ]
+    factors = []
+    if norm_ref is not None:
+        factors = [tiles.load(norm_ref.at[span], mask) for span, mask in zip(columns, inside, strict=True)]
     for b in map(jnp.int32, range(batch)):  # the lowering takes no literal among the indices of a load
         pieces = [tiles.load(x_ref.at[b, span], mask) for span, mask in zip(columns, inside, strict=True)]
+        if addend_ref is not None:
+            sums = [tiles.load(addend_ref.at[b, span], mask) for span, mask in zip(columns, inside, strict=True)]
+            pieces = [_sum(piece, part.astype(piece.dtype)) for piece, part in zip(pieces, sums, strict=True)]
+            keep(more[-1], b, pieces)
         if norm is not None:
             wide = [piece.astype(jnp.float32) for piece in pieces]
             mean_square = jnp.sum(_add_up([piece * piece for piece in wide])) / width
             pieces = [
-                norm.scaled(piece, mean_square, factor, x_ref.dtype)  # type: ignore[arg-type]  # there is a norm
+                norm.scaled(piece, mean_square, factor, x_ref.dtype)
                 for piece, factor in zip(wide, factors, strict=True)
             ]
-
-            @pl.when(pl.program_id(0) == 0)
-            def _(b: Array = b, pieces: list[Array] = pieces) -> None:
-                for piece, span, mask in zip(pieces, columns, inside, strict=True):
-                    plgpu.store(normed_refs[0].at[b, span], piece, mask=mask)
+            keep(more[0], b, pieces)
 
         products = [
             tile.astype(jnp.float32) * piece.astype(jnp.float32)[None]
@@ -112,10 +131,14 @@ def _kernel(
             total += tiles.load(bias_ref.at[rows], below).astype(jnp.float32)
         total = total.astype(out_ref.dtype)
         if residual_ref is not None:
-            kept = tiles.load(residual_ref.at[b, rows], below)
             scaled = total if scale == 1 else (total.astype(jnp.float32) * scale).astype(total.dtype)
-            total = (kept.astype(jnp.float32) + scaled.astype(jnp.float32)).astype(total.dtype)
+            total = _sum(tiles.load(residual_ref.at[b, rows], below), scaled)
         plgpu.store(out_ref.at[b, rows], total, mask=below)
+
+
+def _sum(a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Of 16-bit values, rounded once."""
+    return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(b.dtype)
 
 
 def _add_up(parts: list[Float32[Array, "..."]]) -> Float32[Array, "..."]:

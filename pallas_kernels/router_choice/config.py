@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-Score = Literal["softmax", "sigmoid", "chosen-softmax"]
+Score = Literal["softmax", "sigmoid", "sqrt-softplus", "chosen-softmax"]
 
 MAX_EXPERTS = 512  # scores that one warp holds, 16 a thread
 MAX_CHOSEN = 16  # rounds

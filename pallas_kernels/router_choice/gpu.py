@@ -56,7 +56,7 @@ def router_choice(
 
 
 def _kernel(
-    logits_ref: Any, active_ref: Any, *refs: Any, top_k: int, score: str, biased: bool, corrected: bool,
+    logits_ref: Any, active_ref: Any, *refs: Any, top_k: int, score: Score, biased: bool, corrected: bool,
     normalize: bool, eps: float, scale: float, rounded_to: jnp.dtype | None,
 ) -> None:  # fmt: skip
     rest = list(refs)
@@ -76,6 +76,8 @@ def _kernel(
         scores = powers / jnp.sum(powers)
     elif score == "sigmoid":
         scores = 1.0 / (1.0 + jnp.exp(-logits))
+    elif score == "sqrt-softplus":
+        scores = jnp.sqrt(jnp.maximum(logits, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(logits))))
     else:
         scores = logits
     choice = scores

@@ -20,6 +20,7 @@ def slot_update(
     num_experts: int,
     rule: Rule,
     clock: Int[Array, ""] | int,
+    elapsed: int = 0,
     key_score: Int[Array, "2 keys"] | None = None,
     landed: Int[Array, " S"] | None = None,
     open_slots: Int[Array, " N"] | None = None,
@@ -38,8 +39,8 @@ def slot_update(
     4. *Release.* Every COMPUTE slot of this layer becomes USED, activated or not: later launches come after the
        layer's own computation on the same stream.
 
-    Scores: a newcomer gets `clock` (lru), 1 (lfu) or, under `scored`, `key_score[0, key]` where it landed and
-    `key_score[1, key]` where it was loaded on demand; a hit sets `clock` (lru), adds 1 once per distinct expert (lfu)
+    Scores: a newcomer gets the clock (lru), 1 (lfu) or, under `scored`, `key_score[0, key]` where it landed and
+    `key_score[1, key]` where it was loaded on demand; a hit sets the clock (lru), adds 1 once per distinct expert (lfu)
     or sets `key_score[1, key]` (scored).
 
     Args:
@@ -48,15 +49,17 @@ def slot_update(
         first_key: layer * E; may be traced.
         num_experts: E.
         rule: how scores change.
-        clock: a number that grows from step to step.
+        clock, elapsed: their sum is a number that grows from call to call. `elapsed` is known when the program is
+            compiled: so a step needs no launch per layer that adds one to its clock.
         key_score: retention scores, needed for "scored" and unused otherwise: [0] while an expert's layer is still to
             come in this step, [1] from its use on.
-        landed: last tag reported for each slot by the transfer engine; may lie in `pinned_host` memory. None: there
-            is no engine, which promises that no slot is COMPUTE on entry, and saves the scans over all slots.
+        landed: last tag reported for each slot by the transfer engine, which may change while the step runs. None:
+            there is no engine, which promises that no slot is COMPUTE on entry, and saves the scans over all slots.
         open_slots: with an engine, every slot that is FETCH or COMPUTE, then -1. Needed on GPUs; elsewhere unused.
         progress: on GPUs with an engine that runs beside the step, an array in `pinned_host` memory. The kernel writes
-            `clock * PROGRESS_UNIT + misses` into its first element for the engine to see, and where a routed expert
-            is the one under way (`landed[s] == tag[s] + UNDER_WAY`) it waits for it instead of loading it again.
+            `(clock + elapsed) * PROGRESS_UNIT + misses` into its first element for the engine to see, and where a
+            routed expert is the one under way (`landed[s] == tag[s] + UNDER_WAY`) it waits for it instead of loading
+            it again.
 
     There must be a slot that is neither FETCH nor protected for every distinct miss. The caller sees to it by
     keeping enough out of `reserve`; a miss that finds none gets slot -1, and nothing is corrupted.
@@ -69,15 +72,18 @@ def slot_update(
         key_score = None
     if progress is not None and landed is None:
         raise ValueError("progress needs landed: both belong to a transfer engine")
-    first_key, clock = jnp.asarray(first_key, jnp.int32), jnp.asarray(clock, jnp.int32)
+    first_key, clock, chosen = jnp.asarray(first_key, jnp.int32), jnp.asarray(clock, jnp.int32), resolve(implementation)
+    if chosen != "gpu":
+        clock += elapsed
     arguments = (tables, ids.astype(jnp.int32), first_key, clock, key_score, landed)
-    match resolve(implementation):
+    match chosen:
         case "gpu":  # imported where used: Pallas is slow to import and absent from some builds
             from pallas_kernels.slot_update.gpu import slot_update_gpu
 
             return slot_update_gpu(
-                *arguments, open_slots, progress, num_experts=num_experts, rule=rule, interpret=interpret
-            )
+                *arguments, open_slots, progress, elapsed=elapsed, num_experts=num_experts, rule=rule,
+                interpret=interpret,
+            )  # fmt: skip
         case "tpu":
             from pallas_kernels.slot_update.tpu import slot_update_tpu
 

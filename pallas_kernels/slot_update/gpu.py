@@ -17,7 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int
 
+from pallas_kernels.lanes import OUTSIDE, count, gather, scatter
 from pallas_kernels.slot_update.tables import (
+    FIRST,
+    NEVER,
     PROGRESS_UNIT,
     UNDER_WAY,
     Rule,
@@ -26,10 +29,7 @@ from pallas_kernels.slot_update.tables import (
     SlotUpdate,
 )
 
-# Order of eviction: EMPTY first, then USED by score, and what must not be given away.
-FIRST, NEVER = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
-OUTSIDE = 1 << 30  # index of lanes that are masked off
-LONGEST_WAIT = 10_000  # reads over the link, about a microsecond each: then a transfer under way is given up
+LONGEST_WAIT = 20_000  # reads of a tag, about half a microsecond each: then a transfer under way is given up
 DUPLICATES_AT_ONCE = 16  # columns of the M x M comparison that are in registers at a time
 
 
@@ -43,6 +43,7 @@ def slot_update_gpu(
     open_slots: Int[Array, " N"] | None = None,
     progress: Int[Array, " P"] | None = None,
     *,
+    elapsed: int,
     num_experts: int,
     rule: Rule,
     interpret: bool = False,
@@ -55,7 +56,9 @@ def slot_update_gpu(
     scores = None if key_score is None else key_score.reshape(-1)
     given = {"scores": scores, "landed": landed, "open": open_slots, "progress": progress}
     optional = {name: x for name, x in given.items() if x is not None}
-    kernel = partial(_kernel, num_experts=num_experts, rule=rule, optional=tuple(optional), interpret=interpret)
+    kernel = partial(
+        _kernel, elapsed=elapsed, num_experts=num_experts, rule=rule, optional=tuple(optional), interpret=interpret
+    )
     vector = jax.ShapeDtypeStruct(ids.shape, jnp.int32)
     outputs = pl.pallas_call(
         kernel,
@@ -75,7 +78,7 @@ def slot_update_gpu(
     return SlotUpdate(SlotTables(*outputs[:5]), *outputs[5:])
 
 
-def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...], interpret: bool) -> None:
+def _kernel(*refs: Any, elapsed: int, num_experts: int, rule: Rule, optional: tuple[str, ...], interpret: bool) -> None:
     inputs = 8 + len(optional)
     slot_of_key, key_of_slot, state, tag, score, ids_ref, first_key_ref, clock_ref = refs[:8]
     given = dict(zip(optional, refs[8:inputs], strict=True))
@@ -91,25 +94,25 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...],
     new_slot_of_key, new_key_of_slot, new_state, new_tag, new_score, *outputs = refs[inputs:]
     slots_of_ids_ref, miss_expert_ref, miss_slot_ref, counts_ref = outputs
     num_slots, num_ids, num_keys = state.shape[0], ids_ref.shape[0], slot_of_key.shape[0]
-    first_key, clock = first_key_ref[0], clock_ref[0]
+    first_key, clock = first_key_ref[0], clock_ref[0] + elapsed
 
     def used_score(key: Array) -> Array:
         return scores_ref[num_keys + key] if scores_ref is not None else clock if rule == "lru" else jnp.int32(1)
 
     # Look up, on what the tables said before this launch.
     lanes = jnp.arange(pl.next_power_of_2(num_ids), dtype=jnp.int32)
-    ids = _gather(ids_ref, lanes, lanes < num_ids)
+    ids = gather(ids_ref, lanes, lanes < num_ids)
     active = (ids >= 0) & (ids < num_experts)
-    found = _gather(slot_of_key, first_key + ids, active)
+    found = gather(slot_of_key, first_key + ids, active)
     first = active & (_earliest(ids_ref, ids) == lanes)
     hit, absent = first & (found >= 0), first & (found < 0)
-    num_distinct, num_hits = _count(first), _count(hit)
+    num_distinct, num_hits = count(first), count(hit)
     if rule == "lru":
-        _scatter(new_score, found, jnp.broadcast_to(clock, lanes.shape), hit)
+        scatter(new_score, found, jnp.broadcast_to(clock, lanes.shape), hit)
     elif rule == "lfu":
-        _scatter(new_score, found, _gather(score, found, hit) + 1, hit)
+        scatter(new_score, found, gather(score, found, hit) + 1, hit)
     else:
-        _scatter(new_score, found, _gather(scores_ref, num_keys + first_key + ids, hit), hit)
+        scatter(new_score, found, gather(scores_ref, num_keys + first_key + ids, hit), hit)
 
     slots = jnp.arange(pl.next_power_of_2(num_slots), dtype=jnp.int32)
     inside = slots < num_slots
@@ -120,8 +123,11 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...],
         slot = jnp.min(jnp.where(flying, open_, OUTSIDE))
         mine = open_ == slot
         key, awaited = jnp.sum(jnp.where(mine, slot_key, 0)), jnp.sum(jnp.where(mine, expected, 0))
-        needed = (slot < OUTSIDE) & (_count(absent & (first_key + ids == key)) > 0)
-        progress_ref[0] = clock * PROGRESS_UNIT
+        needed = (slot < OUTSIDE) & (count(absent & (first_key + ids == key)) > 0)
+
+        @pl.when(needed)
+        def _() -> None:
+            progress_ref[0] = clock * PROGRESS_UNIT
 
         def unanswered(carry: tuple[Array, Array]) -> Array:
             return needed & (carry[0] < LONGEST_WAIT) & (carry[1] != awaited) & (carry[1] != -awaited)
@@ -137,38 +143,37 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...],
     if engine:
         # Land, and release this layer's slots at once: their new protection is in `fresh` and `order` below.
         tasks = jnp.arange(pl.next_power_of_2(open_ref.shape[0]), dtype=jnp.int32)
-        open_ = _gather(open_ref, tasks, tasks < open_ref.shape[0])
-        old_state = _gather(state, open_, open_ >= 0)
+        open_ = gather(open_ref, tasks, tasks < open_ref.shape[0])
+        old_state = gather(state, open_, open_ >= 0)
         fetching = (open_ >= 0) & (old_state == SlotState.FETCH)
         waiting = (open_ >= 0) & (old_state == SlotState.COMPUTE)
-        expected = _gather(tag, open_, fetching)
-        # The tags may lie in host memory: read only those that are waited for.
-        answer = _gather(landed_ref, open_, fetching)
-        slot_key = _gather(key_of_slot, open_, fetching | waiting)
+        expected = gather(tag, open_, fetching)
+        answer = gather(landed_ref, open_, fetching)
+        slot_key = gather(key_of_slot, open_, fetching | waiting)
         if progress_ref is not None:
             answer, waited = wait_for_transfer(answer, expected, fetching, slot_key)
         arrived = fetching & (expected > 0) & ((answer == expected) | (answer == -expected))
-        fresh = arrived & (answer > 0) & (_gather(slot_of_key, slot_key, arrived) < 0)
+        fresh = arrived & (answer > 0) & (gather(slot_of_key, slot_key, arrived) < 0)
         late = arrived & ~fresh
         own = (slot_key >= first_key) & (slot_key < first_key + num_experts)
         landed_state = jnp.where(late, SlotState.EMPTY, jnp.where(own, SlotState.USED, SlotState.COMPUTE))
         if scores_ref is not None:
-            landed_score = _gather(scores_ref, slot_key, fresh)
+            landed_score = gather(scores_ref, slot_key, fresh)
         else:
             landed_score = jnp.broadcast_to(used_score(first_key), tasks.shape)
-        _scatter(new_slot_of_key, slot_key, open_, fresh)
-        _scatter(new_key_of_slot, open_, jnp.full_like(open_, -1), late)
-        _scatter(new_state, open_, landed_state.astype(jnp.int32), arrived | (waiting & own))
-        _scatter(new_tag, open_, jnp.zeros_like(open_), arrived)
-        _scatter(new_score, open_, landed_score, fresh)
+        scatter(new_slot_of_key, slot_key, open_, fresh)
+        scatter(new_key_of_slot, open_, jnp.full_like(open_, -1), late)
+        scatter(new_state, open_, landed_state.astype(jnp.int32), arrived | (waiting & own))
+        scatter(new_tag, open_, jnp.zeros_like(open_), arrived)
+        scatter(new_score, open_, landed_score, fresh)
         if not interpret:  # a slot that landed as EMPTY may be given away below: keep the two stores in order
             plgpu.debug_barrier()
 
     def replace(found: Array) -> tuple[Array, Array, Array, Array]:
         # Find a slot for every absent expert, one after another.
-        current = _gather(state, slots, inside)
+        current = gather(state, slots, inside)
         used = inside & (current == SlotState.USED)
-        order = jnp.where(used, _gather(score, slots, used), NEVER)
+        order = jnp.where(used, gather(score, slots, used), NEVER)
         order = jnp.where(inside & (current == SlotState.EMPTY), FIRST, order)
         if engine:
             # What was just stored must not be read back: open slots are EMPTY if their task is over, else protected.
@@ -181,14 +186,14 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...],
             order = jax.lax.fori_loop(0, open_ref.shape[0], correct, order)
 
         def one(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            lane, count, found, miss_expert, miss_slot, order = carry
+            lane, served, found, miss_expert, miss_slot, order = carry
             expert = jnp.sum(jnp.where(lanes == lane, ids, 0))
             key = first_key + expert
             lowest = jnp.min(order)
             slot = jnp.min(jnp.where(order == lowest, slots, OUTSIDE))
             exists = lowest < NEVER
             # A slot that was hit is protected, but that is looked up only for the one about to be taken.
-            protected = exists & (_count(hit & (hit_slot == slot)) > 0)
+            protected = exists & (count(hit & (hit_slot == slot)) > 0)
             if engine:
                 landing = jnp.min(jnp.where(fresh & (slot_key == key), open_, OUTSIDE))
                 is_miss = landing == OUTSIDE
@@ -217,17 +222,17 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...],
             given = jnp.where(is_miss, jnp.where(exists, slot, -1), landing)
             order = jnp.where((slots == slot) & is_miss, NEVER, order)
             found = jnp.where((ids == expert) & (settled | ~is_miss), given, found)
-            miss_expert = jnp.where((lanes == count) & settled, expert, miss_expert)
-            miss_slot = jnp.where((lanes == count) & settled, given, miss_slot)
+            miss_expert = jnp.where((lanes == served) & settled, expert, miss_expert)
+            miss_slot = jnp.where((lanes == served) & settled, given, miss_slot)
             following = jnp.min(jnp.where(absent & (lanes > lane), lanes, OUTSIDE))
             lane = jnp.where(settled | ~is_miss, following, lane)
-            return lane, count + settled.astype(jnp.int32), found, miss_expert, miss_slot, order
+            return lane, served + settled.astype(jnp.int32), found, miss_expert, miss_slot, order
 
         hit_slot = found
         none = jnp.full_like(lanes, -1)
         start: tuple[Array, ...] = (jnp.min(jnp.where(absent, lanes, OUTSIDE)), jnp.int32(0), found, none, none, order)
-        _, count, found, miss_expert, miss_slot, _ = jax.lax.while_loop(_more, one, start)
-        return count, found, miss_expert, miss_slot
+        _, served, found, miss_expert, miss_slot, _ = jax.lax.while_loop(_more, one, start)
+        return served, found, miss_expert, miss_slot
 
     def nothing(found: Array) -> tuple[Array, Array, Array, Array]:
         none = jnp.full_like(lanes, -1)
@@ -235,7 +240,7 @@ def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...],
 
     num_misses, found, miss_expert, miss_slot = jax.lax.cond(num_hits < num_distinct, replace, nothing, found)
     for ref, value in ((slots_of_ids_ref, found), (miss_expert_ref, miss_expert), (miss_slot_ref, miss_slot)):
-        _scatter(ref, lanes, value, lanes < num_ids)
+        scatter(ref, lanes, value, lanes < num_ids)
     counts_ref[0] = num_distinct
     hits = num_distinct - num_misses
     counts_ref[1] = hits - waited if progress_ref is not None else hits
@@ -247,7 +252,7 @@ def _earliest(ids_ref: Any, ids: Int[Array, " M"]) -> Int[Array, " M"]:
 
     def compare(i: Array, earliest: Array) -> Array:
         position = i * width + jnp.arange(width, dtype=jnp.int32)
-        others = _gather(ids_ref, position, position < ids_ref.shape[0])
+        others = gather(ids_ref, position, position < ids_ref.shape[0])
         same = ids[:, None] == others[None, :]
         return jnp.minimum(earliest, jnp.min(jnp.where(same, position[None, :], OUTSIDE), axis=1))
 
@@ -260,17 +265,3 @@ def _earliest(ids_ref: Any, ids: Int[Array, " M"]) -> Int[Array, " M"]:
 
 def _more(carry: tuple[Array, ...]) -> Array:
     return carry[0] < OUTSIDE
-
-
-def _count(mask: Array) -> Int[Array, ""]:
-    return jnp.sum(mask.astype(jnp.int32))
-
-
-def _gather(ref: Any, index: Int[Array, " N"], mask: Array) -> Int[Array, " N"]:
-    """`ref[index]`, -1 where masked off."""
-    return plgpu.load(ref.at[jnp.where(mask, index, 0)], mask=mask, other=-1)
-
-
-def _scatter(ref: Any, index: Int[Array, " N"], value: Int[Array, " N"], mask: Array) -> None:
-    """`ref[index] = value` where the mask holds; the others point outside, so that they hit nothing anywhere."""
-    plgpu.store(ref.at[jnp.where(mask, index, OUTSIDE)], value, mask=mask)

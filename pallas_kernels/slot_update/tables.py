@@ -9,6 +9,8 @@ from jaxtyping import Array, Int
 
 Rule = Literal["lru", "lfu", "scored"]
 
+# Order of eviction in kernels: EMPTY first, then USED by score, and what must not be given away.
+FIRST, NEVER = -(2**31), 2**31 - 1
 UNDER_WAY = 1 << 30  # added to a slot's tag in `landed` while its transfer runs
 PROGRESS_UNIT = 64  # `progress` holds clock * PROGRESS_UNIT + misses of the layer that runs
 

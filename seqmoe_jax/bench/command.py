@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--residency", type=float, nargs="+", default=[1.0, 0.45, 0.25])
     add("--policies", nargs="+", default=["lru", "evict", "dma"], choices=list(VARIANTS), metavar="NAME",
         help=f"what to compare: {', '.join(VARIANTS)}")  # fmt: skip
-    add("--decode-kernels", action="store_true", help="kernels for attention, routing and projections too (CUDA)")
+    add("--decode-kernels", action=argparse.BooleanOptionalAction, default=True,
+        help="kernels for attention, routing and projections too (CUDA)")  # fmt: skip
     add("--batch", type=int, nargs="+", default=[1])
     add("--steps", type=int, default=512, help="decode steps of each run (default: 512)")
     add("--repeats", type=int, default=3, help="runs after the one that warms up (default: 3)")

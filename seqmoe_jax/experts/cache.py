@@ -17,8 +17,9 @@ from pallas_kernels.backend import Implementation, rows_to_allocate
 from pallas_kernels.fused_moe import fused_moe
 from pallas_kernels.layout import ExpertLayout
 from pallas_kernels.miss_load import miss_load
-from pallas_kernels.slot_update import Rule, SlotState, SlotTables, slot_update
-from seqmoe_jax.experts.slots import empty_tables
+from pallas_kernels.plan_tasks.reference import rescored
+from pallas_kernels.slot_update import Rule, SlotTables, slot_update
+from seqmoe_jax.experts.slots import empty_tables, settle_jit
 
 PINNED = 2**30  # the score of a key that its policy keeps whatever happens; below every int32 clock's end
 ROUTED, HITS, MISSES = range(3)  # fields of the counts: distinct experts of a layer, found resident, loaded
@@ -35,13 +36,13 @@ class CacheConfig:
     rule: Rule
     managed: bool  # False: every expert has its own slot (slot = key) and the tables are never touched
     implementation: Implementation
+    tasks: int = 0  # N: most prefetch tasks that may be open
 
 
 class Transfers(NamedTuple):
     """What a transfer engine tells the step: see `slot_update`."""
 
     landed: Int32[Array, " S"]
-    open_slots: Int32[Array, " N"]
     progress: Int32[Array, " P"] | None  # None: the engine does not follow the running step
 
 
@@ -52,6 +53,7 @@ class SlotCache(NamedTuple):
     tables: SlotTables
     key_score: Int32[Array, "2 keys"]  # under rule `scored`: of a key before and after its layer has run in this step
     clock: Int32[Array, ""]  # layers executed so far: the time of rule `lru`
+    open_slots: Int32[Array, " N"]  # of tasks that were open when last planned, then -1: all that are FETCH or COMPUTE
 
 
 def empty_cache(config: CacheConfig) -> SlotCache:
@@ -64,6 +66,7 @@ def empty_cache(config: CacheConfig) -> SlotCache:
         tables=tables,
         key_score=jnp.zeros((2, keys), jnp.int32),
         clock=jnp.zeros((), jnp.int32),
+        open_slots=jnp.full(config.tasks, -1, jnp.int32),
     )
 
 
@@ -74,9 +77,11 @@ def bring_in(
     layer: Int[Array, ""] | int,
     config: CacheConfig,
     transfers: Transfers | None = None,
+    elapsed: int = 0,
 ) -> tuple[SlotCache, Int[Array, " M"], Int32[Array, " 3"]]:
     """Makes the experts `ids` of a MoE layer resident (-1: none) and says in which slots: steps 1 to 3 of Figure 5.
 
+    The time is the cache's clock, which this leaves as it is, plus `elapsed` layers.
     Returns the cache, the slot of every id and the counts (routed, hits, misses) of distinct experts.
     """
     first_key = jnp.asarray(layer, jnp.int32) * config.experts
@@ -92,15 +97,16 @@ def bring_in(
             num_experts=config.experts,
             rule=config.rule,
             clock=cache.clock,
+            elapsed=elapsed,
             key_score=cache.key_score if config.rule == "scored" else None,
             landed=None if transfers is None else transfers.landed,
-            open_slots=None if transfers is None else transfers.open_slots,
+            open_slots=None if transfers is None else cache.open_slots,
             progress=None if transfers is None else transfers.progress,
             implementation=config.implementation,
         )
     with jax.named_scope("miss_load"):
         blocks = miss_load(cache.blocks, pool, miss_expert, miss_slot, implementation=config.implementation)
-    return cache._replace(blocks=blocks, tables=tables, clock=cache.clock + 1), slots, counts
+    return cache._replace(blocks=blocks, tables=tables), slots, counts
 
 
 def _count_distinct(ids: Int[Array, " M"], experts: int) -> Int32[Array, ""]:
@@ -125,8 +131,8 @@ def moe_decode(
     config: CacheConfig,
     transfers: Transfers | None = None,
 ) -> tuple[Float32[Array, "B H"], SlotCache, Int32[Array, " 3"]]:
-    """One MoE layer of a decode step."""
-    cache, slots, counts = bring_in(cache, pool, ids.reshape(-1), layer, config, transfers)
+    """One MoE layer of a decode step, in which the clock stands still: a step sets it forward at its end."""
+    cache, slots, counts = bring_in(cache, pool, ids.reshape(-1), layer, config, transfers, elapsed=layer)
     y = fused_moe(
         x, cache.blocks, slots.reshape(ids.shape), weights, layout=config.layout, implementation=config.implementation
     )
@@ -136,10 +142,12 @@ def moe_decode(
 @jax.named_scope("rescore")
 def rescore(cache: SlotCache, key_score: Int32[Array, "2 keys"], first_key: int = 0) -> SlotCache:
     """New scores for every key from `first_key` on, resident or not, whose layers are still to come (rule `scored`)."""
-    key, state = cache.tables.key_of_slot, cache.tables.state
-    resident = (state == SlotState.USED) | (state == SlotState.COMPUTE)
-    score = jnp.where(resident & (key >= first_key), key_score[0, jnp.maximum(key, 0)], cache.tables.score)
-    return cache._replace(tables=cache.tables._replace(score=score), key_score=key_score)
+    return cache._replace(tables=rescored(cache.tables, key_score[0], first_key), key_score=key_score)
+
+
+def settled(cache: SlotCache) -> SlotCache:
+    """The cache with all tasks closed (`slots.settle`)."""
+    return cache._replace(tables=settle_jit(cache.tables), open_slots=jnp.full_like(cache.open_slots, -1))
 
 
 def keep(

@@ -62,6 +62,7 @@ def resident_experts(
         at = jnp.minimum(members, config.experts - 1)
         wanted = (members < config.experts) & used[at] & ~sent[at]
         cache, slots, new = bring_in(cache, pool, jnp.where(wanted, members, -1), layer, config)
+        cache = cache._replace(clock=cache.clock + 1)
         offset = blocks.expert - index * group
         mine = (blocks.expert >= 0) & (offset >= 0) & (offset < group)
         block_slots = jnp.where(mine, slots[jnp.clip(offset, 0, group - 1)], -1)
@@ -109,7 +110,7 @@ def staged_experts(
     key = jnp.where(used, first_key + experts, -1)
     if config.rule == "scored":
         score = cache.key_score[1, jnp.maximum(key, 0)]
-    else:  # as if it had just been loaded; `bring_in` has counted this layer already
+    else:  # as if it had just been loaded; the clock has gone on since
         score = jnp.full(group, 1, jnp.int32) if config.rule == "lfu" else jnp.broadcast_to(cache.clock - 1, (group,))
     _, _, order = lax.sort((~used, -score, index), num_keys=2, is_stable=True)
     passed = cache.tables.key_of_slot < first_key + config.experts

@@ -1,15 +1,15 @@
-"""Slot tables outside the MoE layer: making them, reserving slots for prefetches, taking experts in (paper 7.2)."""
+"""Slot tables outside the decode step: making them, closing tasks, taking experts in, checking them (paper 7.2)."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Int32
 
 from pallas_kernels.slot_update import SlotState, SlotTables
 
-__all__ = ["SlotState", "SlotTables", "admit", "check_invariants", "empty_tables", "reserve"]
+__all__ = ["SlotState", "SlotTables", "admit", "check_invariants", "empty_tables", "open_slots", "settle"]
 
 
 def empty_tables(num_keys: int, num_slots: int) -> SlotTables:
@@ -23,107 +23,62 @@ def empty_tables(num_keys: int, num_slots: int) -> SlotTables:
     )
 
 
-def reserve(
-    tables: SlotTables,
-    keys: Int[Array, " N"],
-    tags: Int[Array, " N"],
-    newcomer_score: Int[Array, " N"] | None,
-    *,
-    keep: int,
-) -> tuple[SlotTables, Int[Array, " N"]]:
-    """Reserve slots for new prefetch tasks: EMPTY ones, then USED ones by (score, index), become FETCH.
-
-    Args:
-        tables: as between two layers.
-        keys: what to fetch, most wanted first; -1 for no task. Keys that are resident, in FETCH already, or seen
-            earlier in the list get nothing.
-        tags: > 0, and different from any tag that a transfer into the same slot may still report.
-        newcomer_score: if given, a resident expert is evicted only for a strictly higher score. The j-th task that
-            wants a slot is weighed against the j-th in line of eviction (for scores in descending order, this is
-            the same as deciding one after another).
-        keep: at least so many slots stay neither FETCH nor COMPUTE, for misses. One layer's misses take up to
-            min(E, K*B) slots and its hits protect others, so keep no fewer than that.
-
-    Returns:
-        Tables, and the slot of each task, -1 where it got none.
-    """
-    num_keys = tables.slot_of_key.shape[0]
-    total = keys.shape[0]
-    key = jnp.where((keys >= 0) & (keys < num_keys), keys, num_keys)  # num_keys: dropped by every scatter
-    position = jnp.arange(total, dtype=jnp.int32)
-    earliest = jnp.full(num_keys, total, jnp.int32).at[key].min(position, mode="drop")
-    fetched = jnp.where(tables.state == SlotState.FETCH, tables.key_of_slot, num_keys)
-    blocked = (tables.slot_of_key >= 0).at[fetched].set(True, mode="drop")
-    wanted = (earliest.at[key].get(mode="fill", fill_value=-1) == position) & ~blocked.at[key].get(
-        mode="fill", fill_value=True
+def settle(tables: SlotTables) -> SlotTables:
+    """Closes all tasks and releases what waits: FETCH becomes EMPTY, COMPUTE USED. No transfer may be under way."""
+    fetch, waits = tables.state == SlotState.FETCH, tables.state == SlotState.COMPUTE
+    state = jnp.where(fetch, SlotState.EMPTY, jnp.where(waits, SlotState.USED, tables.state)).astype(jnp.int32)
+    return tables._replace(
+        state=state,
+        key_of_slot=jnp.where(fetch, -1, tables.key_of_slot),
+        tag=jnp.zeros_like(tables.tag),
     )
-    free = (tables.state == SlotState.EMPTY) | (tables.state == SlotState.USED)
-    slot = _victims(tables, wanted, newcomer_score, free, keep=keep)
-    tables = _vacate(tables, slot)
-    at = jnp.where(slot >= 0, slot, tables.state.shape[0])
-    tables = tables._replace(
-        key_of_slot=tables.key_of_slot.at[at].set(keys, mode="drop"),
-        state=tables.state.at[at].set(SlotState.FETCH, mode="drop"),
-        tag=tables.tag.at[at].set(tags, mode="drop"),
-        score=tables.score.at[at].set(0, mode="drop"),
-    )
-    return tables, slot
+
+
+settle_jit = jax.jit(settle, donate_argnums=0)
+
+
+def open_slots(tables: SlotTables, tasks: int) -> Int32[Array, " N"]:
+    """Slots of open tasks, landed or not, then -1: all that are FETCH or COMPUTE, if they are `tasks` at most."""
+    is_open = (tables.state == SlotState.FETCH) | (tables.state == SlotState.COMPUTE)
+    return jnp.nonzero(is_open, size=tasks, fill_value=-1)[0].astype(jnp.int32)
 
 
 def admit(
     tables: SlotTables, keys: Int[Array, " N"], scores: Int[Array, " N"], evictable: Bool[Array, " S"]
-) -> tuple[SlotTables, Int[Array, " N"]]:
+) -> tuple[SlotTables, Int32[Array, " N"]]:
     """Give slots to experts that are in device memory already: EMPTY ones, then `evictable` ones worth less.
 
     Args:
         tables: as between two layers, with no task open.
         keys: distinct and not resident, in descending order of `scores`; -1 for none.
-        scores: of the newcomers. A resident expert goes only for a strictly higher one.
+        scores: of the newcomers. A resident expert goes only for a strictly higher one; the j-th newcomer is weighed
+            against the j-th in line of eviction.
         evictable: which USED slots may be given away.
 
     Returns:
         Tables that say the newcomers are resident, and the slot of each, -1 where it got none. The caller copies them.
     """
-    free = (tables.state == SlotState.EMPTY) | ((tables.state == SlotState.USED) & evictable)
-    slot = _victims(tables, keys >= 0, scores, free, keep=0)
-    tables = _vacate(tables, slot)
-    at = jnp.where(slot >= 0, slot, tables.state.shape[0])
-    key = jnp.where(slot >= 0, keys, tables.slot_of_key.shape[0])
-    tables = tables._replace(
-        slot_of_key=tables.slot_of_key.at[key].set(slot, mode="drop"),
-        key_of_slot=tables.key_of_slot.at[at].set(keys, mode="drop"),
-        state=tables.state.at[at].set(SlotState.USED, mode="drop"),
-        score=tables.score.at[at].set(scores, mode="drop"),
-    )
-    return tables, slot
-
-
-def _victims(
-    tables: SlotTables,
-    wanted: Bool[Array, " N"],
-    newcomer_score: Int[Array, " N"] | None,
-    free: Bool[Array, " S"],
-    *,
-    keep: int,
-) -> Int[Array, " N"]:
-    """The slot that each wanted newcomer takes: EMPTY ones, then by (score, index), all but `keep` of the free ones."""
-    order = jnp.where(free, tables.state, SlotState.COMPUTE)  # EMPTY < USED < the rest
-    slots = jnp.arange(free.shape[0], dtype=jnp.int32)
-    _, _, line = jax.lax.sort((order, tables.score, slots), num_keys=2, is_stable=True)
+    slot_of_key, key_of_slot, state, tag, score = tables
+    num_keys, num_slots = slot_of_key.shape[0], state.shape[0]
+    free = (state == SlotState.EMPTY) | ((state == SlotState.USED) & evictable)
+    order = jnp.where(free, state, SlotState.COMPUTE)  # EMPTY < USED < the rest
+    _, _, line = jax.lax.sort((order, score, jnp.arange(num_slots, dtype=jnp.int32)), num_keys=2, is_stable=True)
+    wanted = keys >= 0
     nth = jnp.cumsum(wanted, dtype=jnp.int32) - 1
     victim = line.at[nth].get(mode="clip")
-    taken = wanted & (nth < free.sum(dtype=jnp.int32) - keep)
-    if newcomer_score is not None:
-        taken &= (tables.state[victim] == SlotState.EMPTY) | (tables.score[victim] < newcomer_score)
-    return jnp.where(taken, victim, -1)
-
-
-def _vacate(tables: SlotTables, slot: Int[Array, " N"]) -> SlotTables:
-    """What was resident in these slots (-1: none) no longer is."""
-    num_keys = tables.slot_of_key.shape[0]
-    old = jnp.where(slot >= 0, tables.key_of_slot[slot], -1)
-    gone = jnp.where(old >= 0, old, num_keys)
-    return tables._replace(slot_of_key=tables.slot_of_key.at[gone].set(-1, mode="drop"))
+    taken = wanted & (nth < free.sum(dtype=jnp.int32))
+    taken &= (state[victim] == SlotState.EMPTY) | (score[victim] < scores)
+    old = jnp.where(taken, key_of_slot[victim], -1)
+    slot = jnp.where(taken, victim, num_slots)
+    slot_of_key = slot_of_key.at[jnp.where(old >= 0, old, num_keys)].set(-1, mode="drop")
+    tables = SlotTables(
+        slot_of_key=slot_of_key.at[jnp.where(taken, keys, num_keys)].set(victim, mode="drop"),
+        key_of_slot=key_of_slot.at[slot].set(keys, mode="drop"),
+        state=state.at[slot].set(SlotState.USED, mode="drop"),
+        tag=tag,
+        score=score.at[slot].set(scores, mode="drop"),
+    )
+    return tables, jnp.where(taken, victim, -1)
 
 
 def check_invariants(tables: SlotTables) -> None:

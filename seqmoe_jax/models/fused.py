@@ -7,7 +7,7 @@ the order of sums. Shapes as in `block`, with T = 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast, get_args
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from pallas_kernels.backend import Implementation
 from pallas_kernels.decode_attention.config import Heads
 from pallas_kernels.matvec.config import MAX_BATCH
-from pallas_kernels.router_choice.config import MAX_CHOSEN, MAX_EXPERTS, Score
+from pallas_kernels.router_choice.config import MAX_CHOSEN, MAX_EXPERTS
 from seqmoe_jax.models import block
 from seqmoe_jax.models.layers import linear, mask_inactive
 from seqmoe_jax.models.mixers import State
@@ -48,6 +48,17 @@ class DecodeKernels:
 
 
 PLAIN = DecodeKernels()
+
+
+class Pending(NamedTuple):
+    """Hidden states `x` to which the routed experts' sum is still to be added: by the kernel that reads them next."""
+
+    x: Float[Array, "B 1 H"]
+    routed: Float32[Array, "B H"]
+
+    @property
+    def sum(self) -> Float[Array, "B 1 H"]:
+        return self.x + self.routed.astype(self.x.dtype)[:, None]
 
 
 def unfit(spec: ModelSpec, kernels: DecodeKernels) -> list[str]:
@@ -84,7 +95,7 @@ def heads_of(mixer: GQA) -> Heads:
 
 
 def mix(
-    x: Float[Array, "B 1 *S H"],
+    x: Float[Array, "B 1 *S H"] | Pending,
     state: State,
     positions: Int[Array, "B 1"],
     active: Bool[Array, " B"],
@@ -93,27 +104,26 @@ def mix(
     kernels: DecodeKernels,
 ) -> tuple[Float[Array, "B 1 *S H"], State]:
     """`block.mix` of one position per sequence."""
+    projecting = _projecting(x[0].shape[0] if isinstance(x, Pending) else x.shape[0], kernels)
     mixer, residual = layer.mixer, layer.residual
-    if (
-        kernels.attention != "gpu"
-        or not isinstance(residual, Add)
-        or not isinstance(mixer, GQA)
-        or heads_of(mixer).unfit
-    ):
-        return block.mix(x, state, positions, active[:, None], weights, layer)
+    wanted = kernels.attention == "gpu"
+    if not wanted or not isinstance(mixer, GQA) or not isinstance(residual, Add) or heads_of(mixer).unfit:
+        return block.mix(settled(x), state, positions, active[:, None], weights, layer)
     from pallas_kernels.decode_attention.gpu import decode_attention  # Pallas is slow to import
 
-    w, flat, at = weights.mixer, x[:, 0], positions[:, 0]
-    projecting = _projecting(x.shape[0], kernels)
+    w, at = weights.mixer, positions[:, 0]
     if projecting:
         from pallas_kernels.matvec.gpu import matvec
 
-        qkv, _ = matvec(
-            flat, w.qkv, bias=w.qkv_bias, norm=layer.norm, norm_weight=weights.input_norm, interpret=kernels.interpret
-        )
+        flat, addend = (x.x[:, 0], x.routed) if isinstance(x, Pending) else (x[:, 0], None)
+        qkv, _, flat = matvec(
+            flat, w.qkv, bias=w.qkv_bias, norm=layer.norm, norm_weight=weights.input_norm, addend=addend,
+            interpret=kernels.interpret,
+        )  # fmt: skip
     else:
+        flat = settled(x)[:, 0]
         qkv = linear(layer.norm(flat, weights.input_norm), w.qkv, w.qkv_bias)
-    cos, sin = mixer.rope.factors(at, mixer.head_dim, x.dtype)
+    cos, sin = mixer.rope.factors(at, mixer.head_dim, flat.dtype)
     out, *kv = decode_attention(
         qkv, state.k, state.v, at, cos, sin, heads=heads_of(mixer), q_norm=w.q_norm, k_norm=w.k_norm, sinks=w.sinks,
         interpret=kernels.interpret,
@@ -121,12 +131,11 @@ def mix(
     if mixer.gate:
         out = out * jax.nn.sigmoid(qkv[:, (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim :])
     if projecting:
-        assert isinstance(residual, Add)
-        flat, _ = matvec(
+        flat, *_ = matvec(
             out, w.o, bias=w.o_bias, residual=flat, residual_scale=residual.scale, interpret=kernels.interpret
         )
         return flat[:, None], KV(*kv)
-    return residual.leave(x, linear(out, w.o, w.o_bias)[:, None], None), KV(*kv)
+    return residual.leave(flat[:, None], linear(out, w.o, w.o_bias)[:, None], None), KV(*kv)
 
 
 def route(
@@ -149,17 +158,37 @@ def route(
     from pallas_kernels.matvec.gpu import matvec
     from pallas_kernels.router_choice.gpu import router_choice
 
-    logits, normed = matvec(
+    logits, normed, _ = matvec(
         x[:, 0], w.weight, norm=layer.norm, norm_weight=weights.post_norm, dtype=jnp.dtype(jnp.float32),
         interpret=kernels.interpret,
     )  # fmt: skip
-    assert router.score != "sqrt-softplus"  # `_routable` has seen to it
     ids, shares = router_choice(
-        logits, active, top_k=router.top_k, score=cast(Score, router.score), bias=w.bias, correction=w.correction,
+        logits, active, top_k=router.top_k, score=router.score, bias=w.bias, correction=w.correction,
         normalize=router.normalize, eps=router.eps, scale=router.scale,
         rounded_to=x.dtype if router.rounded else None, interpret=kernels.interpret,
     )  # fmt: skip
     return normed, None, ids, shares
+
+
+def moe_output(
+    x: Float[Array, "B 1 *S H"],
+    normed: Float[Array, "B H"],
+    mixing: Mixing | None,
+    routed: Float32[Array, "B H"],
+    weights: LayerWeights,
+    layer: LayerSpec,
+    kernels: DecodeKernels,
+) -> Float[Array, "B 1 *S H"] | Pending:
+    """`block.moe_output`, or what it is made of where the next projection can add that up."""
+    assert isinstance(layer.mlp, MoESpec)
+    if layer.residual == Add() and layer.mlp.shared is None and _projecting(x.shape[0], kernels):
+        return Pending(x, routed)
+    return block.moe_output(x, normed, mixing, routed, weights, layer)
+
+
+def settled(x: Float[Array, "B 1 *S H"] | Pending) -> Float[Array, "B 1 *S H"]:
+    """Hidden states to which nothing is to be added."""
+    return x.sum if isinstance(x, Pending) else x
 
 
 def logits_of(
@@ -170,7 +199,7 @@ def logits_of(
         return block.logits_of(x, weights, spec)
     from pallas_kernels.matvec.gpu import matvec
 
-    logits, _ = matvec(
+    logits, *_ = matvec(
         x, weights.head, norm=spec.norm, norm_weight=weights.norm, dtype=jnp.dtype(jnp.float32),
         interpret=kernels.interpret,
     )  # fmt: skip
@@ -182,5 +211,5 @@ def _projecting(batch: int, kernels: DecodeKernels) -> bool:
 
 
 def _routable(router: RouterSpec) -> bool:
-    chosen_by_score = router.hashed is None and router.groups is None and router.score in get_args(Score)
-    return chosen_by_score and router.experts <= MAX_EXPERTS and router.top_k <= MAX_CHOSEN
+    by_score = router.hashed is None and router.groups is None
+    return by_score and router.experts <= MAX_EXPERTS and router.top_k <= MAX_CHOSEN

@@ -2,8 +2,9 @@
 
 One loop compiled with numba, in a thread of its own and without the interpreter's lock. It reads what the step writes
 into host memory (plans, and where the step is), copies parts of experts into reserved slots, and answers each task
-with its tag. It owns a slot from the moment a plan lists it until it has answered; whatever happens to it, the step
-only waits a bounded time and loads on demand.
+with its tag. Answers are copied into device memory on the same stream, so a tag arrives behind the expert it tells of,
+and the step's kernels read it without crossing the link. The worker owns a slot from the moment a plan lists it until
+it has answered; whatever happens to it, the step only waits a bounded time and loads on demand.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import no_type_check
 import numpy as np
 from jaxtyping import Int64
 
+from pallas_kernels.plan_tasks import CONFIDENCE_UNIT
 from pallas_kernels.slot_update import PROGRESS_UNIT, UNDER_WAY
 from seqmoe_jax.prefetch.compiled import address_of, call, compiled
-from seqmoe_jax.prefetch.plan import CONFIDENCE_UNIT
 from seqmoe_jax.prefetch.schedule import next_average, select_moe_infinity, select_promoe, select_seqmoe
 
 SCHEDULERS = {"seqmoe": 0, "moe-infinity": 1, "promoe": 2}
@@ -97,10 +98,23 @@ def read_plan(board, tasks, number, key, confidence, deadline, slot, tag):
 
 @compiled
 @no_type_check
+def answer(landed, slot, value, letters, post, functions, stream):
+    """Notes what has become of a slot's task, and sends it to the device behind everything sent before."""
+    landed[slot] = value
+    letter = post[2] % letters.size
+    letters[letter] = value
+    post[2] += 1
+    return call(functions[0], (post[0] + 4 * slot, post[1] + 4 * letter, np.int64(4), stream))
+
+
+@compiled
+@no_type_check
 def work(
-    board, progress, landed, control, counts, rates, budget, pools, blocks, sizes, stream, events, scheduler, functions
-):
+    board, progress, landed, letters, post, control, counts, rates, budget, pools, blocks, sizes, stream, events,
+    scheduler, functions
+):  # fmt: skip
     # sizes: tasks, experts, bytes of an expert, bytes of a part, layers. rates: ns of an expert, ns of a layer.
+    # post: addresses of the device's `landed` and of the letters (pinned, answers are sent from them); answers sent.
     copy, record, query, clock_gettime, nap = functions[0], functions[1], functions[2], functions[3], functions[4]
     tasks, experts, whole, part, layers = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]
     key, deadline = np.empty(tasks, np.int64), np.empty(tasks, np.int64)
@@ -110,7 +124,7 @@ def work(
     part_size, part_order = np.zeros(2, np.int64), 0
     n, last_plan, last_progress, clock = 0, np.int32(0), np.int32(-1), np.int64(-1)
     f_key, f_slot, f_tag, f_deadline = np.int64(-1), np.int64(-1), np.int64(0), np.int64(0)
-    sent, done, flying, stalled = np.int64(0), np.int64(0), 0, False
+    sent, done, flying, stalled, told = np.int64(0), np.int64(0), 0, False, False
     began, quiet_until, layer_began, not_before, arrived = 0, 0, 0, 0, np.int64(0)
     missed = False
     while control[STOP] == 0:
@@ -126,7 +140,7 @@ def work(
         if control[PAUSE] != 0:
             if flying == 0:
                 if f_tag > 0:
-                    landed[f_slot] = -f_tag
+                    answer(landed, f_slot, -f_tag, letters, post, functions, stream)
                     counts[GIVEN_UP] += 1
                     f_tag = 0
                 n, last_plan = 0, board[0]
@@ -167,14 +181,15 @@ def work(
                         rates[0] += 0.1 * (min(now - began, 2 * rates[0]) - rates[0])
                 if now - arrived >= control[DELAY]:
                     order = counts[LANDED] + counts[DROPPED] + 1
-                    drop = control[DROP_EVERY] > 0 and order % control[DROP_EVERY] == 0
+                    drop = not told and control[DROP_EVERY] > 0 and order % control[DROP_EVERY] == 0
                     counts[DROPPED if drop else LANDED] += 1
-                    landed[f_slot] = -f_tag if drop else f_tag
+                    if not told:
+                        answer(landed, f_slot, -f_tag if drop else f_tag, letters, post, functions, stream)
                     f_tag = 0
-            elif clock > f_deadline:
+            elif clock > f_deadline and not told:
                 # Its layer has run without it. What is in flight must end before the slot is given back.
                 if flying == 0:
-                    landed[f_slot] = -f_tag
+                    answer(landed, f_slot, -f_tag, letters, post, functions, stream)
                     counts[GIVEN_UP] += 1
                     f_tag = 0
             elif now < quiet_until:
@@ -192,6 +207,9 @@ def work(
                 part_size[event] = size
                 sent += size
                 flying += 1
+                if sent == whole and control[DELAY] == 0 and control[DROP_EVERY] == 0:
+                    answer(landed, f_slot, f_tag, letters, post, functions, stream)
+                    told = True
                 not_before = now + control[THROTTLE]
 
         if f_tag == 0 and n > 0:
@@ -201,7 +219,7 @@ def work(
                 if abs(landed[slot[i]]) == tag[i]:
                     continue
                 if deadline[i] <= clock or confidence[i] <= 0:
-                    landed[slot[i]] = -tag[i]
+                    answer(landed, slot[i], -tag[i], letters, post, functions, stream)
                     counts[LATE] += 1
                     continue
                 key[m], confidence[m], deadline[m] = key[i], confidence[i], deadline[i]
@@ -220,8 +238,9 @@ def work(
                     at = select_promoe(confidence, deadline, n, clock)
                 if at >= 0:
                     f_key, f_slot, f_tag, f_deadline = key[at], slot[at], tag[at], deadline[at]
-                    landed[f_slot] = f_tag + UNDER_WAY
-                    sent, done, flying, stalled, arrived, began = np.int64(0), np.int64(0), 0, False, np.int64(0), now
+                    answer(landed, f_slot, f_tag + UNDER_WAY, letters, post, functions, stream)
+                    sent, done, flying, stalled, told = np.int64(0), np.int64(0), 0, False, False
+                    arrived, began = np.int64(0), now
                     budget[1] -= 1
                     continue
         if f_tag == 0 or stalled:

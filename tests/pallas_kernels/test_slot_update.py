@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowering import lower_for
 
+from pallas_kernels.plan_tasks.reference import reserve
 from pallas_kernels.slot_update import SlotState, SlotTables, slot_update
-from seqmoe_jax.experts.slots import check_invariants, empty_tables, reserve
-from seqmoe_jax.prefetch.plan import open_slots, settle
+from seqmoe_jax.experts.slots import check_invariants, empty_tables, open_slots, settle
 
 LAYERS, EXPERTS, SLOTS, IDS, TASKS = 3, 6, 8, 5, 4
 KEYS = LAYERS * EXPERTS

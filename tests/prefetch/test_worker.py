@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.plan_tasks import CONFIDENCE_UNIT, PlanConfig
 from pallas_kernels.slot_update import PROGRESS_UNIT
 from seqmoe_jax.experts.engines.base import EngineConfig, Faults, host_view
 from seqmoe_jax.experts.engines.dma import Dma
 from seqmoe_jax.prefetch.compiled import address_of
-from seqmoe_jax.prefetch.plan import CONFIDENCE_UNIT, PlanConfig
 from seqmoe_jax.prefetch.worker import Calls
 
 LAYERS, EXPERTS, SLOTS, BYTES, TASKS = 4, 6, 10, 5 << 20, 5
@@ -73,11 +73,15 @@ class Step:
         """What the worker has answered for the slots, once nothing of it is under way or unanswered."""
         begun = time.perf_counter()
         while time.perf_counter() - begun < timeout:
-            answers = [int(self.engine._landed_view[slot]) for slot in slots]
+            answers = [self.answer(slot) for slot in slots]
             if all(answer != 0 and answer < 1 << 29 for answer in answers):
                 return answers
             time.sleep(1e-3)
         raise AssertionError(f"no answer: {answers}")
+
+    def answer(self, slot):
+        """As the device sees it."""
+        return int(host_view(self.engine._landed)[slot])
 
     def expert(self, slot):
         return host_view(self.blocks)[slot]
@@ -130,15 +134,15 @@ def test_a_board_that_is_being_written_is_not_read(step):
 def test_pausing_gives_back_what_is_under_way_and_starting_forgets_old_plans(step):
     step.engine.inject(Faults(throttle_s=0.2))
     step.post(0, (13, 0.9, 2, 4, 1))
-    while not step.engine._landed_view[4]:
+    while not step.answer(4):
         time.sleep(1e-3)
     step.engine.pause()
-    assert step.engine._landed_view[4] == -1
+    assert step.answer(4) == -1
     assert step.engine.moved().given_up == 1
     step.engine.inject(Faults())
     step.engine.start(step.blocks)
     time.sleep(0.05)
-    assert not step.engine._landed_view.any()
+    assert not host_view(step.engine._landed).any()
 
 
 def test_dropped_transfers_are_given_back(step):
@@ -151,12 +155,12 @@ def test_dropped_transfers_are_given_back(step):
 def test_a_worker_that_dies_is_noticed_and_nobody_waits_for_it(step):
     step.engine.kill()
     time.sleep(0.1)
-    step.engine._landed_view[3] = 77 + (1 << 30)
+    host_view(step.engine._landed)[3] = 77 + (1 << 30)
     for _ in range(64):
         step.engine.link()
     assert "stopped" in step.engine.fault()
     assert step.engine.fault() is None
-    assert not step.engine._landed_view.any()
+    assert not host_view(step.engine._landed).any()
 
 
 def test_a_slot_array_that_moves_stops_everything(step):
@@ -172,7 +176,7 @@ def test_the_surest_task_goes_first_among_those_that_cannot_all_be_done(calls):
     step.engine.inject(Faults(delay_s=0.03))
     step.post(0, (13, 0.3, 9, 4, 1), (7, 0.9, 9, 6, 2))
     begun = time.perf_counter()
-    while not step.engine._landed_view[6] and time.perf_counter() - begun < 5:
+    while not step.answer(6) and time.perf_counter() - begun < 5:
         time.sleep(1e-4)
-    assert step.engine._landed_view[4] == 0
+    assert step.answer(4) == 0
     step.engine.close()

@@ -11,9 +11,10 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Shaped
 
+from pallas_kernels.backend import Implementation
+from pallas_kernels.plan_tasks import PlanConfig
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.link import Link
-from seqmoe_jax.prefetch.plan import PlanConfig
 
 ENGINES: dict[str, str] = {
     "auto": "what measured best so far, which is none: see docs/benchmarks.md",
@@ -112,13 +113,13 @@ def check_engine(name: str) -> str:
     return name
 
 
-def resolve_engine(name: str, backend: str) -> str:
-    """What "auto" means on this backend. Raises `ConfigError` for an engine that it does not have."""
+def resolve_engine(name: str, implementation: Implementation) -> str:
+    """What "auto" means with these kernels. Raises `ConfigError` for an engine that they do not serve."""
     check_engine(name)
     if name == "auto":
         return "none"
-    if name == "dma" and backend != "gpu":
-        raise ConfigError(f"the dma engine needs a CUDA GPU, this is {backend}; use device_put")
+    if name == "dma" and implementation != "gpu":
+        raise ConfigError(f"the dma engine needs the kernels for CUDA GPUs, not {implementation!r}; use device_put")
     return name
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-Receiver = Callable[[np.ndarray, int], None]  # the plans of a step [P, 5, N], and the position at its end
+Receiver = Callable[[np.ndarray, int], None]  # the last plan of a step [5, N], and the position at its end
 
 _receivers: dict[int, Receiver] = {}
 _numbers = itertools.count()

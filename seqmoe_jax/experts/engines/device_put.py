@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
+from pallas_kernels.plan_tasks import CONFIDENCE, CONFIDENCE_UNIT, DEADLINE, KEY, SLOT, TAG
 from seqmoe_jax.experts.engines.base import EngineConfig, Faults, Moved, host_view
 from seqmoe_jax.experts.engines.channels import close_channel, open_channel
 from seqmoe_jax.experts.link import Arrivals, Link
-from seqmoe_jax.prefetch.plan import CONFIDENCE, CONFIDENCE_UNIT, DEADLINE, KEY, SLOT, TAG
 from seqmoe_jax.prefetch.schedule import Budget, select_task
 from seqmoe_jax.prefetch.tasks import Tasks
 
@@ -89,9 +89,9 @@ class DevicePut:
             self.enqueue(np.asarray(tasks), int(clock))
 
     def enqueue(self, tasks: np.ndarray, clock: int) -> None:
-        """Plans [P, 5, N] of a step that ended at position `clock`: the last one says all."""
+        """The plan [5, N] of a step that ended at position `clock`."""
         with self._condition:
-            self._plans.append((tasks[-1], clock))
+            self._plans.append((tasks, clock))
             self._condition.notify_all()
 
     def start(self, blocks: Shaped[Array, "rows n"]) -> None:

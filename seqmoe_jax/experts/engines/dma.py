@@ -1,8 +1,9 @@
 """Prefetch behind XLA's back: copies from the pinned pool straight into reserved slots, on a stream of their own.
 
 The worker (`prefetch.worker`) reads plans and progress that the running step writes into host memory, and reports
-transfers by writing tags that the step's kernels read, so an expert can land in the middle of a step. XLA knows nothing
-of these writes: they go to slots in FETCH only, which no kernel reads, and the slot array must not move (`check`).
+transfers by sending tags after them, which the step's kernels read, so an expert can land in the middle of a step. XLA
+knows nothing of these writes: they go to slots in FETCH only, which no kernel reads, and the slot array must not move
+(`check`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ log = logging.getLogger("seqmoe_jax")
 
 PART_BYTES = 1 << 20  # of an expert per copy: 20 us of a PCIe 5 x16 link, which runs at 47 of 54 GB/s so
 SLOWEST_PAUSE_S = 10.0
+LETTERS = 1024  # answers that may be on their way; a handful are
 RHO_STEPS = 64  # dispatches between two looks at the measured transfer cost
 
 
@@ -49,10 +51,12 @@ class Dma:
         plan = config.plan
         self._driver = None if calls is not None else _Driver(device)
         self._functions = (calls or self._driver.calls).addresses()  # type: ignore[union-attr]  # one of them is there
-        words = 5 * plan.tasks + 3
-        self._board, self._board_view = pinned(np.zeros(words, np.int32), device)
+        self._board, self._board_view = pinned(np.zeros(plan.board_words, np.int32), device)
         self._progress, self._progress_view = pinned(np.full(16, -1, np.int32), device)
-        self._landed, self._landed_view = pinned(np.zeros(config.slots, np.int32), device)
+        self._letters, self._letters_view = pinned(np.zeros(LETTERS, np.int32), device)
+        self._answers = np.zeros(config.slots, np.int32)  # what the worker has sent to `_landed`
+        self._post = np.array([0, self._letters.unsafe_buffer_pointer(), 0], np.int64)
+        self._forget_answers()
         self._control = np.zeros(len(Control), np.int64)
         self._counts = np.zeros(len(Count), np.int64)
         # Corrected as soon as there is something to measure.
@@ -81,7 +85,7 @@ class Dma:
         address = blocks.unsafe_buffer_pointer()
         if self._thread is None or address != self._address:
             self._launch(address)
-        self._landed_view[:] = 0
+        self._forget_answers()
         self._control[Control.IDLE] = 0
         self._control[Control.PAUSE] = 0
 
@@ -146,17 +150,23 @@ class Dma:
         if not self._alive() and not self._control[Control.PAUSE] and self._fault is None:
             self._fault = f"the transfer worker has stopped (status {self._counts[Count.FAILED]}); loading on demand"
             log.warning(self._fault)
-            self._landed_view[:] = 0  # nobody is to wait for what was under way
+            self._forget_answers()  # nobody is to wait for what was under way
             self._control[Control.PAUSE] = 1
+
+    def _forget_answers(self) -> None:
+        """A new array of answers, all zero; the worker rests. Steps under way still read the old one."""
+        self._answers[:] = 0
+        self._landed = jax.device_put(np.zeros(self.config.slots, np.int32), self._device).block_until_ready()
+        self._post[0] = self._landed.unsafe_buffer_pointer()
 
     def _arguments(self, address: int) -> tuple[Any, ...]:
         plan, driver = self.config.plan, self._driver
         sizes = np.array([plan.tasks, plan.experts, self.config.expert_bytes, PART_BYTES, plan.layers], np.int64)
         stream, events = (0, np.zeros(2, np.int64)) if driver is None else (driver.stream, driver.events)
         return (
-            self._board_view, self._progress_view, self._landed_view, self._control, self._counts, self._rates,
-            self._budget, self._pool_addresses, np.int64(address), sizes, np.int64(stream), events,
-            np.int64(SCHEDULERS[self.config.scheduler]), self._functions,
+            self._board_view, self._progress_view, self._answers, self._letters_view, self._post, self._control,
+            self._counts, self._rates, self._budget, self._pool_addresses, np.int64(address), sizes, np.int64(stream),
+            events, np.int64(SCHEDULERS[self.config.scheduler]), self._functions,
         )  # fmt: skip
 
     def _launch(self, address: int) -> None:
