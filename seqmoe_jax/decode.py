@@ -300,6 +300,13 @@ def step(
                 config.predictor, predictor, offload.predictor, routing, coming, ~sequences.done, ahead=config.ahead
             )
             offload = offload._replace(predictor=state, forecast=forecast)
+    if (tables := weights.hash_tables) and replay is None:
+        shape = config.cache.layers, config.cache.experts
+        known = forecaster.known_routing(forecast[0].reshape(shape), tables, sequences.token, ~sequences.done)
+        forecast = forecast.at[0].set(known.reshape(-1))
+        offload = offload._replace(forecast=forecast)
+        if probability is not None and config.ahead == 1:
+            probability = known
     cache = planner.follow(cache, forecast, probability, cache.clock + (config.ahead - 1) * config.cache.layers, 0)
     if planner.tasks and (link is None or link.board is None):
         output = output._replace(tasks=planner.tasks[-1], clock=cache.clock)

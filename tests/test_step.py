@@ -10,7 +10,7 @@ from seqmoe_jax.testing import tiny_model
 
 
 @pytest.fixture(scope="module", params=["lru", "seqmoe"])
-def engine(request):
+def engine(request, compiled_as_usual):
     # Sizes are chosen so that no two kinds of buffer have the same shape: 11 slots, 16 keys, 256 positions.
     return TokenEngine(tiny_model(torch_dtype="bfloat16"), policy=request.param, residency=0.7)
 

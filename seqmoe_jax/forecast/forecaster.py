@@ -7,6 +7,7 @@ E experts, K active, B sequences, key = layer * E + expert.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from seqmoe_jax.forecast import plain
 from seqmoe_jax.forecast.config import PredictorConfig
+from seqmoe_jax.models.routers import hash_experts
 
 Forecast = Float32[Array, "2 keys"]
 
@@ -31,6 +33,23 @@ def from_history(retention: Float32[Array, " keys"]) -> Forecast:
     """The forecast where there is no predictor: nothing is said of the coming step, so an expert is worth the same
     before and after its layer has run."""
     return jnp.stack([jnp.zeros_like(retention), retention])
+
+
+def known_routing(
+    probability: Float32[Array, "L E"],
+    tables: Mapping[int, Int32[Array, "V K"]],
+    tokens: Int[Array, " B"],
+    active: Bool[Array, " B"],
+) -> Float32[Array, "L E"]:
+    """Probabilities in which the rows of hash-routed layers are exact: 1 where one of the coming tokens goes, else 0.
+
+    `tables`: by MoE layer (`ModelWeights.hash_tables`). `active`: sequences that go on.
+    """
+    experts = probability.shape[1]
+    for layer, table in tables.items():
+        ids = jnp.where(active[:, None], hash_experts(tokens, table), experts)
+        probability = probability.at[layer].set(jnp.zeros(experts).at[ids.reshape(-1)].set(1.0, mode="drop"))
+    return probability
 
 
 def features(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from seqmoe_jax.models.mixers.base import Weights
 from seqmoe_jax.models.mlp import DenseWeights, SharedWeights
@@ -35,3 +35,9 @@ class ModelWeights(NamedTuple):
     norm: Float[Array, " H"]
     head: Float[Array, "V H"]  # the same array as `embed` where the model ties them
     streams: HyperWeights | None = None
+
+    @property
+    def hash_tables(self) -> dict[int, Int32[Array, "V K"]]:
+        """By MoE layer, what `routers.hash_experts` looks tokens up in; empty for most models."""
+        moe = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoEWeights)]
+        return {index: mlp.router.table for index, mlp in enumerate(moe) if mlp.router.table is not None}

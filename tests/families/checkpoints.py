@@ -16,6 +16,8 @@ transformers.utils.logging.disable_progress_bar()
 
 PROMPT = [(37 * i + 11) % 256 for i in range(50)]
 NEW = 48
+# Enough for two sequences of three experts each at residency 0.3, in models of two MoE layers and of one.
+EXPERTS, EXPERTS_OF_ONE = 16, 32
 
 COMMON: dict[str, Any] = {
     "vocab_size": 256,
@@ -43,7 +45,7 @@ DELTA_NET: dict[str, Any] = dict(
 )  # fmt: skip
 LATENT: dict[str, Any] = dict(
     intermediate_size=96, moe_intermediate_size=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8,
-    v_head_dim=24, n_routed_experts=8,
+    v_head_dim=24, n_routed_experts=EXPERTS_OF_ONE,
 )  # fmt: skip
 
 
@@ -51,39 +53,41 @@ LATENT: dict[str, Any] = dict(
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": (
         "Mixtral",
-        dict(intermediate_size=48, num_key_value_heads=2, num_local_experts=8, sliding_window=20, **default_rope()),
+        dict(intermediate_size=48, num_key_value_heads=2, num_local_experts=EXPERTS, sliding_window=20,
+             **default_rope()),
     ),
     "olmoe": (
         "Olmoe",
-        dict(intermediate_size=32, num_key_value_heads=2, num_experts=8, norm_topk_prob=False, clip_qkv=0.5),
+        dict(intermediate_size=32, num_key_value_heads=2, num_experts=EXPERTS, norm_topk_prob=False, clip_qkv=0.5),
     ),
     "qwen2_moe": (
         "Qwen2Moe",
         dict(intermediate_size=96, moe_intermediate_size=32, shared_expert_intermediate_size=48,
-             num_key_value_heads=2, num_experts=8, norm_topk_prob=False, mlp_only_layers=[1], qkv_bias=True),
+             num_key_value_heads=2, num_experts=EXPERTS_OF_ONE, norm_topk_prob=False, mlp_only_layers=[1],
+             qkv_bias=True),
     ),
     "glm4_moe": (
         "Glm4Moe",
         dict(intermediate_size=96, moe_intermediate_size=32, num_key_value_heads=2, head_dim=32,
-             n_routed_experts=8, n_shared_experts=2, first_k_dense_replace=1, n_group=4, topk_group=2,
+             n_routed_experts=EXPERTS_OF_ONE, n_shared_experts=2, first_k_dense_replace=1, n_group=4, topk_group=2,
              routed_scaling_factor=2.5, use_qk_norm=True, attention_bias=True, num_mtp_layers=0,
              **default_rope(partial_rotary_factor=0.5)),
     ),
     "granitemoe": (
         "GraniteMoe",
-        dict(intermediate_size=32, num_key_value_heads=2, num_local_experts=8, embedding_multiplier=12.0,
+        dict(intermediate_size=32, num_key_value_heads=2, num_local_experts=EXPERTS, embedding_multiplier=12.0,
              logits_scaling=6.0, residual_multiplier=0.22, attention_multiplier=0.0625, tie_word_embeddings=True),
     ),
     "qwen3_5_moe_text": (
         "Qwen3_5Moe",
         dict(moe_intermediate_size=32, shared_expert_intermediate_size=48, num_key_value_heads=2, head_dim=32,
-             num_experts=8, **DELTA_NET,
+             num_experts=EXPERTS, **DELTA_NET,
              **default_rope(1e7, partial_rotary_factor=0.25, mrope_section=[2, 1, 1], mrope_interleaved=True)),
     ),
     "qwen3_next": (
         "Qwen3Next",
         dict(intermediate_size=96, moe_intermediate_size=32, shared_expert_intermediate_size=48,
-             num_key_value_heads=2, head_dim=32, num_experts=8, norm_topk_prob=True, **DELTA_NET,
+             num_key_value_heads=2, head_dim=32, num_experts=EXPERTS, norm_topk_prob=True, **DELTA_NET,
              **default_rope(1e7, partial_rotary_factor=0.25)),
     ),
     "deepseek_v2": (
@@ -113,7 +117,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # Its own test is test_parity.py; here with YaRN.
     "qwen3_moe": (
         "Qwen3Moe",
-        dict(intermediate_size=96, moe_intermediate_size=32, num_key_value_heads=2, head_dim=32, num_experts=8,
+        dict(intermediate_size=96, moe_intermediate_size=32, num_key_value_heads=2, head_dim=32, num_experts=EXPERTS,
              norm_topk_prob=True,
              **yarn()),
     ),
@@ -131,7 +135,7 @@ class Reference:
 
 FAMILIES["gpt_oss"] = (
     "GptOss",
-    dict(intermediate_size=96, num_key_value_heads=2, head_dim=16, num_local_experts=8, sliding_window=20,
+    dict(intermediate_size=96, num_key_value_heads=2, head_dim=16, num_local_experts=EXPERTS, sliding_window=20,
          rope_parameters={"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0,
                           "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 16}),
 )  # fmt: skip

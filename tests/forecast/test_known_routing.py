@@ -1,0 +1,61 @@
+"""What hash-routed layers will do is known with the token: the forecast says exactly that, and nothing less."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from seqmoe_jax.engine import Predictor, TokenEngine
+from seqmoe_jax.forecast.config import PredictorConfig
+from seqmoe_jax.forecast.forecaster import known_routing
+from seqmoe_jax.forecast.predictor import Predictor as Module
+from seqmoe_jax.loading import random_model
+
+nnx = pytest.importorskip("flax.nnx")
+
+PROMPT, NEW, HASHED = [3, 1, 4, 1, 5], 20, 1
+# A DeepSeek-V4 of plain windows: one hash-routed layer, one routed by score.
+CONFIG = dict(
+    model_type="deepseek_v4", vocab_size=256, hidden_size=64, num_attention_heads=4, max_position_embeddings=256,
+    num_hidden_layers=2, num_experts_per_tok=3, compress_ratios=[0, 0], num_hash_layers=HASHED, num_key_value_heads=1,
+    head_dim=32, qk_rope_head_dim=8, q_lora_rank=32, o_groups=2, o_lora_rank=16, moe_intermediate_size=32,
+    n_routed_experts=8, n_shared_experts=1, sliding_window=8, torch_dtype="float32",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(CONFIG, name="tiny-v4")
+
+
+def untrained():
+    config = PredictorConfig(
+        model="tiny-v4", layers=2, experts=8, active=3, width=32, head=16, columns=8, blocks=1, echo=16,
+        vocabulary=256, token_rows=70, token_width=8, refine_width=16,
+    )  # fmt: skip
+    weights = Module(config, rngs=nnx.Rngs(0)).weights() | {"token_table": jnp.arange(256) % 60}
+    return Predictor(config=config, weights=weights, name="untrained")
+
+
+@pytest.mark.parametrize("predictor", [None, "untrained"])
+def test_forecast_rows_of_hashed_layers_are_what_the_next_step_routes(model, predictor, monkeypatch):
+    monkeypatch.setattr("seqmoe_jax.engine.RUN_AHEAD", 1)  # so that the engine's state is that of the last token
+    engine = TokenEngine(model, residency=0.4, predictor=untrained() if predictor else None)
+    tokens, forecasts = [], []
+    for event in engine.run([PROMPT], max_new_tokens=NEW):
+        tokens.append(event.token)
+        forecasts.append(np.array(engine._offload.forecast[0]).reshape(2, 8))
+    assert len(set(tokens)) > 3
+    [(ids, _)] = engine.routing([PROMPT + tokens])
+    # Nothing is forecast at the end of the prompt, and nothing comes after the last token.
+    for forecast, routed in zip(forecasts[1:-1], ids[len(PROMPT) + 1 : -1], strict=True):
+        exact = np.zeros(8)
+        exact[routed[0]] = 1
+        np.testing.assert_array_equal(forecast[0], exact)
+        assert (not forecast[1].any()) == (predictor is None)  # of the other layer only a predictor says something
+
+
+def test_only_sequences_that_go_on_count():
+    tables = {1: jnp.array([[0, 1], [2, 3], [4, 0]], jnp.int32)}
+    probability = jnp.full((2, 5), 0.5)
+    known = known_routing(probability, tables, jnp.array([0, 1, 2]), jnp.array([True, False, True]))
+    np.testing.assert_array_equal(known, [[0.5] * 5, [1, 1, 0, 0, 1]])
