@@ -186,8 +186,9 @@ def read_profile(directory: Path, module: str, scopes: Mapping[str, str]) -> tup
     return launches, beside
 
 
-def describe(shares: Mapping[str, Any]) -> str:
-    """The shares of one row as lines for a person."""
+def describe(row: Mapping[str, Any]) -> str:
+    """The shares of one row of the benchmark as lines for a person."""
+    shares = row["shares"]
     if "error" in shares:
         return f"  no time shares: {shares['error']}"
     times = ", ".join(
@@ -195,7 +196,7 @@ def describe(shares: Mapping[str, Any]) -> str:
         for name, us in shares["us_per_step"].items()
     )
     lines = [
-        f"  profiled, without CUDA graphs, {shares['steps']} steps: {times}; "
+        f"  a step as timed: {row['step_us']:.0f} us; profiled without CUDA graphs, {shares['steps']} steps: {times}; "
         f"{shares['launches_per_step']:.0f} launches a step, copies beside it {shares['copies_beside_us']:.0f} us",
         "  kernel                                   scope          us/step  launches  us each",
     ]
