@@ -38,6 +38,7 @@ SCOPE_OF_KERNEL = {
     "fused_moe_up": "moe",
     "fused_moe_down": "moe",
     "router_choice": "moe",
+    "matvec": "mixer",
     "decode_attention": "mixer",
     "decode_attention_combine": "mixer",
 }
@@ -68,7 +69,7 @@ class Launch:
     @property
     def kernel(self) -> str:
         """Its name without the number that tells instances apart."""
-        return re.sub(r"([._]+\d+)+$", "", self.name)
+        return re.sub(r"([._]+\d*)+$", "", self.name)
 
 
 def shares_of(launches: Sequence[Launch], steps: int, *, engine: bool = False) -> dict[str, Any]:
@@ -144,7 +145,13 @@ def profile_steps(
 
 def scopes_of(program: str) -> dict[str, str]:
     """The path of named scopes of every instruction of an optimised program, from its text."""
-    return dict(re.findall(r'^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*?op_name="([^"]*)"', program, re.MULTILINE))
+    found = re.findall(r'^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*?op_name="([^"]*)"', program, re.MULTILINE)
+    return {kernel_of(name): scope for name, scope in found}
+
+
+def kernel_of(instruction: str) -> str:
+    """What XLA calls the kernel of an instruction. In a CUDA graph that is all that a launch says of itself."""
+    return re.sub(r"\W", "_", instruction)
 
 
 def read_profile(directory: Path, module: str, scopes: Mapping[str, str]) -> tuple[list[Launch], float]:
@@ -170,7 +177,7 @@ def read_profile(directory: Path, module: str, scopes: Mapping[str, str]) -> tup
                 said = next((str(stats[name]) for name in ("name", "tf_op") if "/" in str(stats.get(name, ""))), "")
                 launch = Launch(
                     name=event.name,
-                    scope=scopes.get(str(stats.get("hlo_op", "")), said),
+                    scope=scopes.get(kernel_of(str(stats.get("hlo_op", ""))), scopes.get(event.name, said)),
                     start=event.start_ns / 1e3,
                     duration=event.duration_ns / 1e3,
                 )
