@@ -54,6 +54,9 @@ PARTS = {  # what a half of a layer is computed by
 }
 
 
+PARTS_TIMED = ("mix", "route", "matvec", "attention")
+
+
 def draw(key: int, *shape: int, scale: float = 1.0, dtype: Any = BF16) -> Array:
     return (scale * jax.random.normal(jax.random.key(key), shape)).astype(dtype)
 
@@ -190,7 +193,7 @@ def mix_jobs(layers: int) -> Iterator[Job]:
                     return x, new
 
                 labels = {"kernels": name, "batch": batch, "position": position, "capacity": capacity}
-                yield Attempt(labels=labels, program=program, state=state, inputs=((w, at),) * 2, calls=layers)
+                yield Attempt(labels=labels, program=program, state=state, inputs=(w, at), calls=layers)
 
 
 def attention_jobs(layers: int, sweep: bool) -> Iterator[Job]:
@@ -222,7 +225,7 @@ def attention_jobs(layers: int, sweep: bool) -> Iterator[Job]:
                 return draw(3, batch, 5120), [cache_of(PEER, batch, capacity, index) for index in range(layers)]
 
             labels = {"attention": str(config), "batch": batch, "position": position, "capacity": capacity}
-            yield Attempt(labels=labels, program=program, state=state, inputs=((at, norms),) * 2, calls=layers)
+            yield Attempt(labels=labels, program=program, state=state, inputs=(at, norms), calls=layers)
 
 
 def matvec_jobs(layers: int, sweep: bool) -> Iterator[Job]:
@@ -236,7 +239,7 @@ def matvec_jobs(layers: int, sweep: bool) -> Iterator[Job]:
         default = default_config(width, 2)
         configs: list[projection.Config | None] = [None, default]
         if sweep:
-            grid = [(1, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4), (8, 4), (16, 4)]
+            grid = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8), (16, 4), (16, 8), (32, 8)]
             configs += [dataclasses.replace(default, rows=rows, warps=warps) for rows, warps in grid]
         for batch in (1, 4):
             for config in dict.fromkeys(configs):
@@ -255,7 +258,7 @@ def matvec_jobs(layers: int, sweep: bool) -> Iterator[Job]:
 
                 labels = {"matrix": name, "config": str(config or "xla"), "batch": batch, "bytes": outputs * width * 2}
                 state = partial(draw, 5, batch, width)
-                yield Attempt(labels=labels, program=program, state=state, inputs=((w, factor),) * 2, calls=count)
+                yield Attempt(labels=labels, program=program, state=state, inputs=(w, factor), calls=count)
 
 
 def route_jobs(layers: int) -> Iterator[Job]:
@@ -274,7 +277,7 @@ def route_jobs(layers: int) -> Iterator[Job]:
 
             labels = {"router": name, "batch": batch}
             state = partial(draw, 5, batch, 1, HIDDEN)
-            yield Attempt(labels=labels, program=program, state=state, inputs=((w,),) * 2, calls=layers)
+            yield Attempt(labels=labels, program=program, state=state, inputs=(w,), calls=layers)
 
 
 def main() -> int:
@@ -284,6 +287,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the checks' inputs")
     parser.add_argument("--minutes", type=float, default=60, help="stop after about this time and write what there is")
     parser.add_argument("--sweep", action="store_true", help="also other block shapes")
+    parser.add_argument("--parts", nargs="+", choices=PARTS_TIMED, default=PARTS_TIMED, metavar="PART",
+                        help=f"what to time: {', '.join(PARTS_TIMED)}")  # fmt: skip
     args = parser.parse_args()
     if resolve(None) != "gpu":
         print(f"bench_decode_kernels: needs a GPU, JAX found {jax.default_backend()}", file=sys.stderr)
@@ -305,9 +310,11 @@ def main() -> int:
         "attention": lambda: attention_jobs(args.layers, args.sweep),
     }
     for name, jobs in parts.items():
+        if name not in args.parts:
+            continue
         report[name] = run_jobs(list(jobs()), deadline)
         for row in report[name]:
-            if row["us"] and "bytes" in row:
+            if row["us"] and row["us"] > 0 and "bytes" in row:  # NaN: it failed
                 row["GB/s"] = round(row["bytes"] / row["us"] / 1e3)
         print_table(report[name])
         if args.out:  # after every part: an interrupted run keeps what it has

@@ -24,9 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
+from pallas_kernels.plan_tasks import PlanConfig
 from seqmoe_jax.bench.settings import VARIANTS
 from seqmoe_jax.decode import Offload, StepConfig, empty_sequences, jitted_step
-from seqmoe_jax.engine import THRESHOLD, PlanConfig
+from seqmoe_jax.engine import THRESHOLD
 from seqmoe_jax.experts.cache import CacheConfig, empty_cache
 from seqmoe_jax.experts.link import Link
 from seqmoe_jax.experts.policy import rule_of
@@ -104,10 +105,6 @@ def compiled_step(spec: ModelSpec, name: str, device: Any, args: argparse.Namesp
     layers, moe = len(spec.moe_layers), spec.moe
     slots = spec.num_keys if name == "full" else round(args.residency * spec.num_keys)
     options = variant.get("options", {})
-    cache = CacheConfig(
-        layout=spec.expert_layout, layers=layers, experts=moe.experts, slots=slots, rule=rule_of(variant["policy"]),
-        managed=name != "full", implementation="gpu",
-    )  # fmt: skip
     predictor, weights_of_predictor, state, plan, link = None, None, None, None, None
     if variant.get("predicted"):
         loaded, arrays = store.load(args.predictor, dtype=BF16)
@@ -120,6 +117,11 @@ def compiled_step(spec: ModelSpec, name: str, device: Any, args: argparse.Namesp
             plan = PlanConfig(layers=layers, experts=moe.experts, tasks=args.tasks, threshold=THRESHOLD, keep=keep)
         elif options.get("transfers", "none") != "none":
             raise SystemExit(f"graph_report: {name} is not of one program; take full, lru, lfu, history, evict or dma*")
+    cache = CacheConfig(
+        layout=spec.expert_layout, layers=layers, experts=moe.experts, slots=slots, rule=rule_of(variant["policy"]),
+        managed=name != "full", implementation="gpu",
+        tasks=0 if plan is None else plan.tasks,
+    )  # fmt: skip
     on_device = SingleDeviceSharding(device)
     pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
 
@@ -131,7 +133,7 @@ def compiled_step(spec: ModelSpec, name: str, device: Any, args: argparse.Namesp
 
     if plan is not None:
         scalar = there(numbers(dtype=jnp.float32))
-        link = Link(scalar, None, *there((numbers(slots), numbers(16), numbers(5 * plan.tasks + 3)), pinned))
+        link = Link(scalar, None, *there((numbers(slots), numbers(16), numbers(plan.board_words)), pinned))
     sequences = jax.eval_shape(partial(empty_sequences, spec=spec, batch=args.batch, capacity=args.context, dtype=BF16))
     offload = Offload(
         cache=jax.eval_shape(lambda: empty_cache(cache)),

@@ -203,7 +203,8 @@ def _layers(
         with jax.named_scope(f"layer{index}/mixer"):
             x, states[index] = fused.mix(x, states[index], positions, active, w, layer, config.kernels)
         if not isinstance(layer.mlp, MoESpec):
-            x = block.dense(fused.settled(x), w, layer)
+            with jax.named_scope(f"layer{index}/mlp"):
+                x = block.dense(fused.settled(x), w, layer)
         else:
             moe_index = len(routing)
             if config.predictor is not None and moe_index == config.trigger:

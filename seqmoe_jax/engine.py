@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32, Shaped
+from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.backend import Implementation, resolve
 from pallas_kernels.plan_tasks import PlanConfig
@@ -28,7 +28,6 @@ from seqmoe_jax.decode import (
     Sequences,
     StepConfig,
     StepOutput,
-    empty_sequences,
     jitted_step,
 )
 from seqmoe_jax.errors import ConfigError, PromptError, ResidencyError
@@ -53,13 +52,14 @@ from seqmoe_jax.experts.engines.base import (
     typical_transfer_cost,
 )
 from seqmoe_jax.experts.policy import Policy, check_policy, rule_of
-from seqmoe_jax.forecast import forecaster, history, plain
-from seqmoe_jax.forecast.config import PredictorConfig
+from seqmoe_jax.forecast import plain
+from seqmoe_jax.loaded import Model as Model
+from seqmoe_jax.loaded import Predictor as Predictor
 from seqmoe_jax.models.fused import DecodeKernels, unfit
-from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.models.weights import ModelWeights
-from seqmoe_jax.planning import DEFAULT_CONTEXT, MAX_BATCH, Plan, Residency, kv_capacity, least_slots, make_plan
-from seqmoe_jax.prefill import Routing, bucket, chunk_length, embed_chunk, first_token, keep_last, layer_chunk
+from seqmoe_jax.planning import DEFAULT_CONTEXT, MAX_BATCH, Plan, Residency, least_slots, make_plan
+from seqmoe_jax.prefill import first_token
+from seqmoe_jax.prompts import PromptReader, ReadPrompts, capacity_of
 from seqmoe_jax.sampling import SamplingConfig, SamplingParams
 from seqmoe_jax.stats import Counts, Stats
 
@@ -68,29 +68,6 @@ log = logging.getLogger("seqmoe_jax")
 TASKS = (3, 16)  # prefetch tasks open at a time, at least and at most; each takes a slot from the cache
 THRESHOLD = 0.2  # least probability of a task; chosen in simulation (`traces.settings`)
 RUN_AHEAD = 4  # steps dispatched before the oldest one's tokens are read; hides the host from the device
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """A model in memory: dense weights on the device, every expert in pinned host memory."""
-
-    spec: ModelSpec
-    weights: ModelWeights
-    pools: tuple[Shaped[Array, "E n"], ...]
-    name: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Predictor:
-    """A predictor in memory: its configuration and its weights as a plain pytree."""
-
-    config: PredictorConfig
-    weights: dict[str, Any]
-    name: str
-
-    @property
-    def nbytes(self) -> int:
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.weights))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +105,7 @@ class TokenEngine:
         refine: bool = True,
         replay: Replay | None = None,
         decode_kernels: bool = True,
+        stream_prompts: bool = True,
         announce: Callable[[str], None] | None = None,
     ):
         """`residency` or `device_memory` (bytes) decides the slots; neither means as many as fit.
@@ -138,6 +116,7 @@ class TokenEngine:
         `refine` forecasts the running step anew at half of its layers. `replay` forces recorded routing on the model.
         `decode_kernels`: kernels for attention, routing and projections too, where the experts' are those for GPUs;
         False leaves them to XLA, which is slower (docs/benchmarks.md).
+        `stream_prompts`: what a prompt is likely to need is sent ahead of its layers, beside the slots; or nothing is.
         `vocab`: the tokenizer's; ids beyond it are never generated. Default: every row of the output head may be.
         Raises `ResidencyError` or `ConfigError` where that cannot work.
         """
@@ -156,6 +135,7 @@ class TokenEngine:
             activation_dtype=self.dtype,
             implementation=resolve(implementation),
             forecast=0 if predictor is None else predictor.nbytes,
+            stream=stream_prompts,
         )
         self.max_batch, self.vocab = max_batch, min(vocab or spec.vocab, spec.vocab)
         everything = self.plan.slots == spec.num_keys
@@ -179,6 +159,10 @@ class TokenEngine:
         if self._plan_config is not None:
             self.config = replace(self.config, tasks=self._plan_config.tasks)
         self._programs: dict[Any, Any] = {}
+        self._reader = PromptReader(
+            model, self.config, policy=self.policy, predictor=self.predictor, replay=replay, device=self.device,
+            compile=self._program, stream=stream_prompts,
+        )  # fmt: skip
         self._compile_s = 0.0
         self._lock = threading.Lock()
         self.last_stats = Stats()
@@ -277,21 +261,21 @@ class TokenEngine:
         just_one = [1] * len(sequences)
         self.check(sequences, just_one)
         batch = 1 << (len(sequences) - 1).bit_length()
-        capacity = _capacity([*map(len, sequences)], just_one, chunk_length(batch))
+        capacity = capacity_of([*map(len, sequences)], just_one, batch)
         layers, active = len(self.model.spec.moe_layers), self.model.spec.moe.top_k
         ids = [np.zeros((len(tokens), layers, active), np.int32) for tokens in sequences]
         weights = [np.zeros(array.shape, np.float32) for array in ids]
 
-        def keep_routing(start: int, layers_routing: list[Routing]) -> None:
-            for layer, (chunk_ids, chunk_weights) in enumerate(jax.device_get(layers_routing)):
-                by_row = chunk_ids.reshape(batch, -1, active), chunk_weights.reshape(batch, -1, active)
-                for row, tokens in enumerate(sequences):
-                    size = max(0, min(by_row[0].shape[1], len(tokens) - start))
-                    ids[row][start : start + size, layer] = by_row[0][row, :size]
-                    weights[row][start : start + size, layer] = by_row[1][row, :size]
+        def keep_routing(start: int, *routing: Array) -> None:
+            pass_ids, pass_weights = jax.device_get(routing)
+            for row, tokens in enumerate(sequences):
+                size = max(0, min(pass_ids.shape[2], len(tokens) - start))
+                ids[row][start : start + size] = pass_ids[:, row, :size].swapaxes(0, 1)
+                weights[row][start : start + size] = pass_weights[:, row, :size].swapaxes(0, 1)
 
         with self._lock:
-            self._read(sequences, batch, capacity, just_one, keep_routing)
+            self._begin(batch)
+            self._reader.read(sequences, batch, capacity, just_one, self._offload, self._hold, keep_routing)
         return list(zip(ids, weights, strict=True))
 
     def _new_offload(self) -> Offload:
@@ -366,18 +350,19 @@ class TokenEngine:
         def finish() -> None:
             total = prefill.total + decode.total
             moved = self._transfers.moved() if self._transfers is not None else Moved()
-            stats.experts_awaited = int(total[ROUTED] - total[HITS] - total[MISSES])
+            stats.experts_awaited = int(decode.total[ROUTED] - decode.total[HITS] - decode.total[MISSES])
+            stats.experts_streamed = read.streamed
             stats.experts_prefetched = moved.landed - before_moved.landed
             stats.hit_rate, stats.prefill_hit_rate = decode.hit_rate, prefill.hit_rate
             stats.experts_routed, stats.experts_loaded = int(total[ROUTED]), int(total[MISSES])
             stats.experts_loaded_decoding = int(decode.total[MISSES])
             block, ahead = self.config.layout.block_bytes, moved.bytes - before_moved.bytes
-            stats.bytes_moved = stats.experts_loaded * block + ahead
+            stats.bytes_moved = (stats.experts_loaded + stats.experts_streamed) * block + ahead
             stats.bytes_moved_decoding = stats.experts_loaded_decoding * block + ahead
             stats.compile_s = self._compile_s
 
-        capacity = _capacity([*map(len, prompts)], max_new_tokens, chunk_length(batch))
-        sequences, first = self._prefill(prompts, batch, capacity, max_new_tokens, params, ends, config)
+        capacity = capacity_of([*map(len, prompts)], max_new_tokens, batch)
+        sequences, first, read = self._prefill(prompts, batch, capacity, max_new_tokens, params, ends, config)
         alive = [True] * count
 
         def events(output: StepOutput, counts: Counts) -> Iterator[TokenEvent]:
@@ -404,6 +389,7 @@ class TokenEngine:
             if engine is not None:
                 engine.start(self._offload.cache.blocks)
             stats.ttft_s = time.perf_counter() - started - self._compile_s
+            self._reader.observe(np.asarray(read.tally.tokens_of), stats.prompt_tokens)
             yield from events(first, prefill)
             if not any(alive):
                 return
@@ -457,6 +443,9 @@ class TokenEngine:
             state = jax.device_put(plain.init_state(self.predictor.config, batch, dtype), self.device)
             self._offload = self._offload._replace(predictor=state)
 
+    def _hold(self, offload: Offload) -> None:
+        self._offload = offload
+
     def _prefill(
         self,
         prompts: Sequence[Sequence[int]],
@@ -466,92 +455,27 @@ class TokenEngine:
         params: SamplingParams,
         ends: Array,
         config: StepConfig,
-    ) -> tuple[Sequences, StepOutput]:
+    ) -> tuple[Sequences, StepOutput, ReadPrompts]:
         """All prompts through all layers; samples the first new token of each."""
-        sequences, last, counts, tokens_of = self._read(prompts, batch, capacity, max_new_tokens)
-        self._after_prompt(tokens_of, sum(map(len, prompts)))
-        weights = self.model.weights
-        program = self._program(
-            ("first", batch, capacity, config.greedy), "sampling", first_token,
-            sequences, last, weights, params, ends, counts, config=config,
-        )  # fmt: skip
-        return program(sequences, last, weights, params, ends, counts)
-
-    def _read(
-        self,
-        prompts: Sequence[Sequence[int]],
-        batch: int,
-        capacity: int,
-        max_new_tokens: Sequence[int],
-        watch: Callable[[int, list[Routing]], None] | None = None,
-    ) -> tuple[Sequences, Array, Array, Array]:
-        """All prompts through all layers in chunks, with room for what follows them.
-
-        Returns the sequences, the hidden state of each prompt's last token [B, H], the counts, and how many tokens
-        each key got [L*E]. `watch` gets the position of each chunk and the routing of its MoE layers.
-        """
         self._begin(batch)
-        spec, weights = self.model.spec, self.model.weights
-        lengths = np.array([len(p) for p in prompts] + [1] * (batch - len(prompts)), np.int32)
-        longest, chunk = int(lengths.max()), chunk_length(batch)
-        new = np.array([*max_new_tokens, *[1] * (batch - len(prompts))], np.int32)
-        with jax.default_device(self.device):
-            sequences = empty_sequences(spec=spec, batch=batch, capacity=capacity, dtype=self.dtype)
-        real = np.arange(batch) < len(prompts)
-        sequences = sequences._replace(
-            position=jax.device_put(lengths, self.device),
-            remaining=jax.device_put(new, self.device),
-            done=jax.device_put(~real, self.device),
+        read = self._reader.read(prompts, batch, capacity, max_new_tokens, self._offload, self._hold)
+        if self.policy == "prefill-hot" and self.plan.slots < self.model.spec.num_keys:
+            self._keep_most_used(np.asarray(read.tally.tokens_of))
+        predictor = None if self.predictor is None else self.predictor.weights
+        args = (read.sequences, self._offload, read.last, self.model.weights, params, ends, read.tally.counts,
+                read.pending, predictor, self.replay)  # fmt: skip
+        program = self._program(
+            ("first", batch, capacity, config.greedy), "sampling", first_token, *args, config=config
         )
-        states, cache = list(sequences.states), self._offload.cache
-        last = jnp.zeros((batch, *spec.token_shape), self.dtype, device=self.device)
-        counts = jnp.zeros(3, jnp.int32, device=self.device)
-        tokens_of = [jnp.zeros(self.config.experts, jnp.int32, device=self.device) for _ in spec.moe_layers]
-        device_lengths = jax.device_put(lengths, self.device)
-        for start in range(0, longest, chunk):
-            width = bucket(min(chunk, longest - start))
-            tokens = np.zeros((batch, width), np.int32)
-            for row, prompt in enumerate(prompts):
-                part = np.asarray(prompt[start : start + width], np.int32)
-                tokens[row, : len(part)] = part
-            valid = (np.arange(width) + start < lengths[:, None]) & real[:, None]
-            device_tokens, device_valid = jax.device_put((tokens, valid), self.device)
-            at = jnp.asarray(start, jnp.int32)
-            x, positions = embed_chunk(weights.embed, device_tokens, at, spec=spec)
-            moe_index, routed = 0, list[Routing]()
-            for index, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
-                is_moe = index in spec.moe_layers
-                args = (x, states[index], cache, w, self.model.pools[moe_index] if is_moe else None, device_tokens,
-                        positions, device_valid, jnp.asarray(moe_index, jnp.int32))  # fmt: skip
-                program = self._program(
-                    ("layer", layer, batch, width, capacity), f"a layer for prompts of {width} tokens",
-                    layer_chunk, *args, layer=layer, config=self.config,
-                )  # fmt: skip
-                # The old cache is donated: what an interrupt finds in self must be the new one.
-                x, states[index], cache, new, experts_tokens, routing = program(*args)
-                self._offload = self._offload._replace(cache=cache)
-                if is_moe:
-                    counts, tokens_of[moe_index] = counts + new, tokens_of[moe_index] + experts_tokens
-                    moe_index += 1
-                    routed.append(routing)
-            if watch is not None:
-                watch(start, routed)
-            last = keep_last(last, x, at, device_lengths)
-        return sequences._replace(states=tuple(states)), last, counts, jnp.concatenate(tokens_of)
+        sequences, self._offload, output = program(*args)
+        return sequences, output, read
 
-    def _after_prompt(self, tokens_of: Array, prompt_tokens: int) -> None:
-        """What a prompt teaches the policy: seqmoe blends its shares in, prefill-hot loads and fixes the most used."""
-        if self.policy == "seqmoe":
-            share = tokens_of.astype(jnp.float32) / prompt_tokens
-            forecast = forecaster.from_history(history.observe_prompt(self._offload.forecast[1], share))
-            cache = _rescore(self._offload.cache, forecaster.worth(forecast))
-            self._offload = self._offload._replace(cache=cache, forecast=forecast)
-        elif self.policy == "prefill-hot" and self.plan.slots < self.model.spec.num_keys:
-            room = self.plan.slots - least_slots(self.model.spec, self.max_batch)
-            order = np.argsort(-np.asarray(tokens_of), kind="stable")
-            wanted = np.zeros(self.model.spec.num_keys, bool)
-            wanted[order[:room]] = True
-            self._keep(wanted)
+    def _keep_most_used(self, tokens_of: np.ndarray) -> None:
+        """Policy prefill-hot: loads what the prompt used most and is not there yet, and fixes it."""
+        room = self.plan.slots - least_slots(self.model.spec, self.max_batch)
+        wanted = np.zeros(self.model.spec.num_keys, bool)
+        wanted[np.argsort(-tokens_of.reshape(-1), kind="stable")[:room]] = True
+        self._keep(wanted)
 
     def _keep(self, wanted: np.ndarray) -> None:
         """Makes the wanted keys resident for good (policies that score keys) or at least now (lru, lfu)."""
@@ -573,16 +497,6 @@ class TokenEngine:
             program = self._programs[key] = function.lower(*args, **static).compile()
             self._compile_s += time.perf_counter() - started
         return program
-
-
-def _capacity(prompts: Sequence[int], new: Sequence[int], chunk: int) -> int:
-    """Positions that a generation needs, from the lengths of its prompts and what may follow each.
-
-    The padding of the last chunk of the longest prompt is included.
-    """
-    longest = max(prompts)
-    padded_end = (longest - 1) // chunk * chunk + bucket((longest - 1) % chunk + 1)
-    return kv_capacity(max(padded_end, *(length + more for length, more in zip(prompts, new, strict=True))))
 
 
 def _available_memory(device: jax.Device, weights: ModelWeights) -> int | None:

@@ -14,8 +14,9 @@ import numpy as np
 from pallas_kernels.backend import Implementation, rows_to_allocate
 from seqmoe_jax.decode import empty_sequences
 from seqmoe_jax.errors import ConfigError, ResidencyError
+from seqmoe_jax.experts.streaming import staging_bytes
 from seqmoe_jax.models.spec import ModelSpec
-from seqmoe_jax.prefill import CHUNK, block_rows, chunk_length
+from seqmoe_jax.prefill import PASS_CHUNKS, block_rows, chunk_length
 
 MAX_BATCH = 8
 DEFAULT_CONTEXT = 4096  # memory is planned for the whole context: a longer one has to be asked for
@@ -34,15 +35,18 @@ class Plan:
     kv: int
     workspace: int
     forecast: int = 0
+    staging: int = 0
 
     @property
     def total(self) -> int:
-        return self.dense + self.slot_cache + self.kv + self.workspace + self.forecast
+        return self.dense + self.slot_cache + self.kv + self.workspace + self.forecast + self.staging
 
     def describe(self) -> str:
         parts = {"weights": self.dense, "slots": self.slot_cache, "KV": self.kv, "workspace": self.workspace}
         if self.forecast:
             parts["forecast"] = self.forecast
+        if self.staging:
+            parts["staging"] = self.staging
         listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
         return f"{self.total / 1e9:.2f} GB on the device ({listed})"
 
@@ -81,18 +85,18 @@ def state_bytes(spec: ModelSpec, batch: int, context: int, activations: np.dtype
 
 
 def workspace_bytes(spec: ModelSpec, batch: int, context: int) -> int:
-    """Upper estimate of temporaries: the widest of prefill's expert outputs, its mixing, and the logits."""
-    tokens = CHUNK
-    moe = spec.moe
+    """Upper estimate of temporaries: a pass of prefill with the widest of its parts, or the logits."""
+    moe, chunk = spec.moe, chunk_length(batch)
+    tokens = batch * min(PASS_CHUNKS * chunk, -(-context // chunk) * chunk)
     rows = block_rows(tokens)
     blocks = -(-tokens * moe.top_k // rows) + min(moe.experts, tokens * moe.top_k)
-    # Expert outputs in float32, hidden activations of the experts, and the gathered inputs.
-    grouped = blocks * rows * (4 * spec.hidden + 4 * moe.width + 4 * spec.hidden)
-    capacity, length = kv_capacity(context), chunk_length(batch)
-    mixing = max(layer.mixer.workspace_bytes(batch, length, capacity) for layer in spec.layers)
-    # Streams before and after a half of a layer, and in float32 where weights are found from them.
-    streams = 8 * tokens * math.prod(spec.token_shape)
-    return max(grouped, mixing, 8 * batch * spec.vocab) + streams + (64 << 20)
+    # Expert outputs and hidden activations of the experts, in float32, and a chunk's sums over them.
+    grouped = blocks * rows * 4 * (spec.hidden + moe.width) + 8 * batch * chunk * spec.hidden
+    mixing = max(layer.mixer.workspace_bytes(batch, chunk, kv_capacity(context)) for layer in spec.layers)
+    # The streams of the pass and what their experts read; of a chunk also a copy in float32.
+    streams = math.prod(spec.token_shape) * (4 * tokens + 8 * batch * chunk) + 4 * tokens * spec.hidden
+    routing = 8 * spec.num_keys // moe.experts * tokens * moe.top_k
+    return max(grouped, mixing, 8 * batch * spec.vocab) + streams + routing + (64 << 20)
 
 
 def make_plan(
@@ -106,10 +110,12 @@ def make_plan(
     activation_dtype: np.dtype | type = np.float32,
     implementation: Implementation = "xla",
     forecast: int = 0,
+    stream: bool = True,
 ) -> Plan:
     """Slots from a residency, from a budget in bytes, or from what the device has `available`.
 
-    `forecast`: bytes of the predictor's weights.
+    `forecast`: bytes of the predictor's weights. `stream`: experts are sent ahead of a prompt's layers, which takes a
+    staging area unless all of them are resident.
     Raises `ResidencyError` where the residency is out of range, too small for K and B, or does not fit.
     """
     if residency is not None and device_memory is not None:
@@ -125,6 +131,7 @@ def make_plan(
         forecast=forecast,
     )
     block = spec.expert_layout.block_bytes
+    staging = staging_bytes(spec.expert_layout, spec.moe.experts) if stream else 0
     least = least_slots(spec, batch)
     share = least / spec.num_keys
     lowest = f"the least is {least} slots (residency {share:.4f}) for {batch} sequence(s), K={spec.moe.top_k}"
@@ -140,13 +147,19 @@ def make_plan(
     elif budget is None:
         slots = spec.num_keys
     else:
-        slots = min(spec.num_keys, (budget - sum(fixed.values())) // block)
+        slots = (budget - sum(fixed.values())) // block
+        if slots < spec.num_keys:
+            fixed["staging"] = staging
+            slots = (budget - sum(fixed.values())) // block
+        slots = min(slots, spec.num_keys)
         if slots < least:
             need = sum(fixed.values()) + least * block
             raise ResidencyError(
                 f"{budget / 1e9:.2f} GB of device memory is not enough: this model needs at least {need / 1e9:.2f} GB "
                 f"with context {context} and batch {batch}; allow more, or shorten the context"
             )
+    if slots < spec.num_keys:
+        fixed["staging"] = staging
     rows = rows_to_allocate(slots, spec.expert_layout, implementation)
     if device_memory is not None and sum(fixed.values()) + rows * block > device_memory:
         # The rows that make an array addressable do not fit: stay below the size that needs them.

@@ -1,4 +1,7 @@
-"""`seqmoe plot`: recall per layer, hit rate against residency, activations, as image files. Needs matplotlib."""
+"""`seqmoe plot`: recall per layer, hit rate against residency, activations, benchmarks, as image files.
+
+Needs matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from seqmoe_jax.traces.format import Trace
 
 FORMATS = (".png", ".svg", ".pdf")
+DPI = 160
 RESIDENCIES = (0.1, 0.15, 0.25, 0.35, 0.45, 0.6, 0.8)
 POLICIES = ("lru", "lfu", "prefill-hot", "belady", "belady-8")  # those that need no forecasts
 SHOWN = ("lru", "lfu", "prefill-hot", "belady")
@@ -52,21 +56,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     heat.add_argument("trace", metavar="T.npz")
     heat.add_argument("--split", help="sequences of this split alone")
     heat.add_argument("--sequence", type=int, default=0, metavar="I", help="which one to show (default: the first)")
+    bench = kind("bench", "speed against residency and, if profiled, time shares, from what `seqmoe bench --out` wrote")
+    bench.add_argument("result", type=Path, metavar="B.json")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.out.suffix not in FORMATS:
-        raise ConfigError(f"--out {args.out}: expected a name that ends in {', '.join(FORMATS)}")
-    if not args.out.parent.is_dir():
-        raise ConfigError(f"--out {args.out}: no directory {args.out.parent}")
-    require_matplotlib()
-    figure, drawn = {"recall": _recall, "hit-rate": _hit_rate, "heatmap": _heatmap}[args.kind](args)
-    figure.savefig(args.out, dpi=160)
+    check_output(args.out)
+    kinds = {"recall": _recall, "hit-rate": _hit_rate, "heatmap": _heatmap, "bench": _bench}
+    figure, drawn = kinds[args.kind](args)
+    figure.savefig(args.out, dpi=DPI)
     print(json.dumps({"file": str(args.out)} | drawn) if args.json else str(args.out))
     return 0
 
 
-def require_matplotlib() -> None:
+def check_output(path: Path, option: str = "--out") -> None:
+    """Raises `ConfigError` where no figure can be written there."""
+    if path.suffix not in FORMATS:
+        raise ConfigError(f"{option} {path}: expected a name that ends in {', '.join(FORMATS)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: no directory {path.parent}")
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -215,6 +223,72 @@ def heatmap_figure(trace: Trace, sequence: int) -> Figure:
     ticks = range(0, trace.layers, every)
     right.set_yticks([layer * trace.num_experts - 0.5 for layer in ticks], [str(layer) for layer in ticks])
     return figure
+
+
+def _bench(args: argparse.Namespace) -> tuple[Figure, dict[str, Any]]:
+    try:
+        result = json.loads(args.result.read_text())
+        rows = [row for row in result["rows"] if "error" not in row]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{args.result}: expected the JSON of `seqmoe bench --out`, got {error!r}") from None
+    if not rows:
+        raise ConfigError(f"{args.result}: no row of it was measured")
+    drawn = {"rows": [{key: row[key] for key in ("name", "residency", "batch", "tokens_per_second")} for row in rows]}
+    return bench_figure(result), drawn
+
+
+def bench_figure(result: Mapping[str, Any]) -> Figure:
+    """Left: tokens per second against residency, a line per setting, bars from least to most. Right, where rows have
+    time shares: what a step's launches take, by class; the black mark is the step as timed, without the profiler.
+    """
+    rows = [row for row in result["rows"] if "error" not in row]
+    profiled = [row for row in rows if row.get("shares") and "error" not in row["shares"]]
+    figure, axes = _figure(12.0 if profiled else 7.2, 4.4, columns=2 if profiled else 1)
+    left = axes[0] if profiled else axes
+    several = len({row["batch"] for row in rows}) > 1
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        name = "full load" if row["name"] == "full" else row["name"]
+        lines.setdefault(f"{name}, batch {row['batch']}" if several else name, []).append(row)
+    for index, (name, each) in enumerate(lines.items()):
+        each = sorted(each, key=lambda row: row["residency"])
+        speeds = [row["tokens_per_second"] for row in each]
+        below = [row["tokens_per_second"] - row["spread"][0] for row in each]
+        above = [row["spread"][1] - row["tokens_per_second"] for row in each]
+        colour = "black" if name.startswith("full") else COLOURS[index % len(COLOURS)]
+        left.errorbar([100 * row["residency"] for row in each], speeds, yerr=[below, above], label=name, capsize=3,
+                      marker=MARKERS[index % len(MARKERS)], color=colour)  # fmt: skip
+    left.set_title(f"{result['model']} on {result['device']}\nmedian of {max(1, result['repeats'])}, least to most")
+    left.set_xlabel("residency: experts with a slot (%)")
+    left.set_ylabel("tokens per second, all sequences")
+    left.set_ylim(bottom=0)
+    left.legend(frameon=False)
+    if profiled:
+        _draw_shares(axes[1], profiled, several)
+    return figure
+
+
+def _draw_shares(axes: Any, rows: Sequence[Mapping[str, Any]], several: bool) -> None:
+    labels = [
+        f"{row['name']} {100 * row['residency']:.0f} %" + (f", batch {row['batch']}" if several else "") for row in rows
+    ]
+    starts = [0.0] * len(rows)
+    for index, name in enumerate(rows[0]["shares"]["share"]):
+        widths = [row["shares"]["us_per_step"][name] / 1e3 for row in rows]
+        colour = "0.7" if name == "other" else COLOURS[index % len(COLOURS)]
+        label = "on-demand stall" if name == "stall" else name
+        axes.barh(range(len(rows)), widths, left=starts, label=label, color=colour, height=0.65)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    times = [row["step_us"] / 1e3 for row in rows]
+    axes.plot(times, range(len(rows)), linestyle="", marker="|", markersize=22, markeredgewidth=2, color="black",
+              label="step, timed")  # fmt: skip
+    axes.set_yticks(range(len(rows)), labels)
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds per step")
+    axes.set_title("Where the time of a step goes\n(launches under the profiler, gaps left out)")
+    axes.legend(
+        frameon=False, fontsize="small", markerscale=0.4, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.15)
+    )
 
 
 def _trace(args: argparse.Namespace) -> Trace:

@@ -16,7 +16,8 @@ class Stats:
 
     `hit_rate`: distinct experts found resident / distinct experts routed, over layers and decode steps.
     `experts_awaited`: of those not resident, the ones whose prefetch was under way and was waited for.
-    `experts_loaded`: loaded on demand. `experts_prefetched`: landed ahead of their use, used or not.
+    `experts_loaded`: loaded on demand. `experts_prefetched`: landed ahead of their use, used or not, while decoding.
+    `experts_streamed`: sent ahead of the layers of the prompt, used or not.
     `bytes_moved`: all of these, and the parts of transfers that were given up. `..._decoding`: without the prompt's.
     `forecast`: what policy seqmoe scores experts by: a predictor's name, "history" (discounted frequency of use), or
     "none" for other policies. `transfers`: the engine that prefetches, or "none".
@@ -31,6 +32,7 @@ class Stats:
     prefill_hit_rate: float = 0.0
     experts_routed: int = 0
     experts_loaded: int = 0
+    experts_streamed: int = 0
     experts_awaited: int = 0
     experts_prefetched: int = 0
     experts_loaded_decoding: int = 0

@@ -81,6 +81,34 @@ def test_the_heat_map_shows_shares_that_sum_to_k(tmp_path, capsys):
     assert right.images[0].get_array().shape == (trace.layers * trace.num_experts, trace.lens[1])
 
 
+def measured(name: str, residency: float, speed: float, shares: dict | None) -> dict:
+    return {
+        "name": name, "residency": residency, "batch": 1, "tokens_per_second": speed, "spread": [speed - 9, speed + 5],
+        "step_us": 1e6 / speed, "shares": shares,
+    }  # fmt: skip
+
+
+def test_a_benchmark_has_a_line_per_setting_and_a_stack_per_profile(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    from seqmoe_jax.plots import bench_figure
+
+    times = {"compute": 1500.0, "predictor": 150.0, "management": 200.0, "stall": 2500.0, "other": 20.0, "idle": 900.0}
+    shares = {"us_per_step": times, "share": {name: us / 4370 for name, us in times.items() if name != "idle"}}
+    rows = [
+        measured("full", 1.0, 650, None),
+        measured("dma", 0.45, 230, shares),
+        measured("dma", 0.25, 100, {"error": "no device"}),
+        {"name": "lru", "residency": 0.25, "batch": 1, "error": "out of memory"},
+    ]
+    result = {"model": "m", "device": "d", "repeats": 3, "rows": rows}
+    (tmp_path / "b.json").write_text(json.dumps(result))
+    assert plot(capsys, "bench", tmp_path / "b.json", "--out", tmp_path / "b.png")[:2] == (0, f"{tmp_path / 'b.png'}\n")
+    left, right = bench_figure(result).axes
+    assert [text.get_text() for text in left.get_legend().get_texts()] == ["full load", "dma"]
+    assert [bar.get_width() for bar in right.patches] == pytest.approx([1.5, 0.15, 0.2, 2.5, 0.02])
+    assert right.lines[0].get_xdata()[0] == pytest.approx(1e3 / 230)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -90,6 +118,7 @@ def test_the_heat_map_shows_shares_that_sum_to_k(tmp_path, capsys):
         (["heatmap", "none.npz", "--out", "x.png"], "no trace file"),
         (["hit-rate", EXCERPT, "--out", "x.png", "--residencies", "2"], "residency must be in (0, 1], got 2.0"),
         (["recall", "none.json", "--out", "x.png"], "expected the JSON of an evaluation"),
+        (["bench", EXCERPT, "--out", "x.png"], "expected the JSON of `seqmoe bench --out`"),
         (["recall", EXCERPT, "--out", "x.png"], "expected the JSON of an evaluation"),
         (["recall", "EVALUATION", "--out", "x.png", "--split", "dev"], "has no split 'dev': expected one of test, ood"),
     ],

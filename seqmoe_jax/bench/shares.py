@@ -23,7 +23,7 @@ from seqmoe_jax.errors import SeqMoEError
 
 # The classes of Figure 9, and the named scopes of the decode step in each. The innermost scope decides.
 CLASSES: dict[str, tuple[str, ...]] = {
-    "compute": ("embed", "mixer", "moe", "head", "sample"),
+    "compute": ("embed", "mixer", "moe", "mlp", "head", "sample"),
     "predictor": ("forecast", "refine"),
     "management": ("slot_update", "plan", "rescore", "landing"),
     "stall": ("miss_load", "wait"),
@@ -34,10 +34,11 @@ CLASS_OF = {part: name for name, parts in CLASSES.items() for part in parts}
 SCOPE_OF_KERNEL = {
     "slot_update": "slot_update",
     "miss_load": "miss_load",
-    "post": "plan",
+    "plan_tasks": "plan",
     "fused_moe_up": "moe",
     "fused_moe_down": "moe",
     "router_choice": "moe",
+    "matvec": "mixer",
     "decode_attention": "mixer",
     "decode_attention_combine": "mixer",
 }
@@ -68,7 +69,7 @@ class Launch:
     @property
     def kernel(self) -> str:
         """Its name without the number that tells instances apart."""
-        return re.sub(r"([._]\d+)+$", "", self.name)
+        return re.sub(r"([._]+\d*)+$", "", self.name)
 
 
 def shares_of(launches: Sequence[Launch], steps: int, *, engine: bool = False) -> dict[str, Any]:
@@ -144,7 +145,13 @@ def profile_steps(
 
 def scopes_of(program: str) -> dict[str, str]:
     """The path of named scopes of every instruction of an optimised program, from its text."""
-    return dict(re.findall(r'^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*?op_name="([^"]*)"', program, re.MULTILINE))
+    found = re.findall(r'^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*?op_name="([^"]*)"', program, re.MULTILINE)
+    return {kernel_of(name): scope for name, scope in found}
+
+
+def kernel_of(instruction: str) -> str:
+    """What XLA calls the kernel of an instruction. In a CUDA graph that is all that a launch says of itself."""
+    return re.sub(r"\W", "_", instruction)
 
 
 def read_profile(directory: Path, module: str, scopes: Mapping[str, str]) -> tuple[list[Launch], float]:
@@ -170,7 +177,7 @@ def read_profile(directory: Path, module: str, scopes: Mapping[str, str]) -> tup
                 said = next((str(stats[name]) for name in ("name", "tf_op") if "/" in str(stats.get(name, ""))), "")
                 launch = Launch(
                     name=event.name,
-                    scope=scopes.get(str(stats.get("hlo_op", "")), said),
+                    scope=scopes.get(kernel_of(str(stats.get("hlo_op", ""))), scopes.get(event.name, said)),
                     start=event.start_ns / 1e3,
                     duration=event.duration_ns / 1e3,
                 )
@@ -186,8 +193,9 @@ def read_profile(directory: Path, module: str, scopes: Mapping[str, str]) -> tup
     return launches, beside
 
 
-def describe(shares: Mapping[str, Any]) -> str:
-    """The shares of one row as lines for a person."""
+def describe(row: Mapping[str, Any]) -> str:
+    """The shares of one row of the benchmark as lines for a person."""
+    shares = row["shares"]
     if "error" in shares:
         return f"  no time shares: {shares['error']}"
     times = ", ".join(
@@ -195,7 +203,7 @@ def describe(shares: Mapping[str, Any]) -> str:
         for name, us in shares["us_per_step"].items()
     )
     lines = [
-        f"  profiled, without CUDA graphs, {shares['steps']} steps: {times}; "
+        f"  a step as timed: {row['step_us']:.0f} us; profiled without CUDA graphs, {shares['steps']} steps: {times}; "
         f"{shares['launches_per_step']:.0f} launches a step, copies beside it {shares['copies_beside_us']:.0f} us",
         "  kernel                                   scope          us/step  launches  us each",
     ]

@@ -11,12 +11,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from pallas_kernels.backend import Implementation, rows_to_allocate
 from pallas_kernels.fused_moe import fused_moe
-from pallas_kernels.grouped_moe import assign_blocks, combine, grouped_moe
 from pallas_kernels.layout import ExpertLayout
 from pallas_kernels.miss_load import miss_load
 from pallas_kernels.plan_tasks.reference import rescored
@@ -139,48 +137,6 @@ def moe_decode(
         x, cache.blocks, slots.reshape(ids.shape), weights, layout=config.layout, implementation=config.implementation
     )
     return y, cache, counts
-
-
-def moe_prefill(
-    x: Float[Array, "T H"],
-    ids: Int[Array, "T K"],
-    weights: Float32[Array, "T K"],
-    cache: SlotCache,
-    pool: Shaped[Array, "E n"],
-    layer: Int[Array, ""],
-    config: CacheConfig,
-    rows: int,
-) -> tuple[Float32[Array, "T H"], SlotCache, Int32[Array, " 3"], Int32[Array, " E"]]:
-    """One MoE layer of prefill: tokens sorted by expert, experts taken in groups that fit the slots.
-
-    Which rows are multiplied together depends on the routing alone, never on what was resident or how experts were
-    grouped, so the result is the same at every residency. Also returns how many tokens each expert got.
-    """
-    block_expert, block_rows, place = assign_blocks(ids, num_experts=config.experts, rows=rows)
-    tokens_of = jnp.zeros(config.experts, jnp.int32).at[jnp.where(ids >= 0, ids, config.experts)].add(1, mode="drop")
-    group = min(config.experts, config.slots)
-
-    def run_group(index, carry):
-        cache, out, counts = carry
-        members = index * group + jnp.arange(group, dtype=jnp.int32)
-        inside = members < config.experts
-        wanted = inside & (tokens_of[jnp.minimum(members, config.experts - 1)] > 0)
-        cache, slots, new = bring_in(cache, pool, jnp.where(wanted, members, -1), layer, config)
-        cache = cache._replace(clock=cache.clock + 1)
-        offset = block_expert - index * group
-        mine = (block_expert >= 0) & (offset >= 0) & (offset < group)
-        block_slots = jnp.where(mine, slots[jnp.clip(offset, 0, group - 1)], -1)
-        out = grouped_moe(
-            out, x, cache.blocks, block_slots, block_rows, layout=config.layout, implementation=config.implementation
-        )
-        return cache, out, counts + new
-
-    out = jnp.zeros((*block_rows.shape, x.shape[-1]), jnp.float32)
-    carry = (cache, out, jnp.zeros(3, jnp.int32))
-    groups = -(-config.experts // group)
-    # With one group there is no loop for XLA to carry the cache through.
-    cache, out, counts = run_group(0, carry) if groups == 1 else lax.fori_loop(0, groups, run_group, carry)
-    return combine(out, place, weights), cache, counts, tokens_of
 
 
 @jax.named_scope("rescore")

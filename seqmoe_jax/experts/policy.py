@@ -24,6 +24,17 @@ POLICIES: dict[Policy, str] = {
 _RULES: dict[Policy, Rule] = {"lru": "lru", "lfu": "lfu"}
 
 
+PromptRule = Literal["none", "share", "count"]
+
+# What the scores of keys make of a prompt: of the shares of its tokens that used them, or of their counts alone.
+_PROMPT_RULES: dict[Policy, PromptRule] = {"seqmoe": "share", "prefill-hot": "count"}
+
+
+def prompt_rule_of(policy: Policy) -> PromptRule:
+    """How a prompt changes the scores of keys under this policy."""
+    return _PROMPT_RULES.get(policy, "none")
+
+
 def rule_of(policy: Policy) -> Rule:
     """How `slot_update` changes scores under this policy."""
     return _RULES.get(policy, "scored")

@@ -1,7 +1,7 @@
 """A Mamba2 block with residual: chunked for training and prefill, recurrent for one step (paper 5.2).
 
 norm -> in-projection to (z, x, B, C, dt) -> causal convolution of x, B, C -> SSD -> gated norm -> out-projection.
-`block_step` is a pure function of the block's weights, so that the decode step never touches an NNX object.
+`block_step` and `block_chunk` are pure functions of the block's weights: the runtime never touches an NNX object.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def linear_init(key: Array, rows: int, columns: int, gain: float = 1.0) -> Float
 
 
 class Mamba2(nnx.Module):
-    """One block. `chunked` runs whole sequences; `block_step` runs one step on the same weights."""
+    """One block. `chunked` runs whole sequences; `block_step` and `block_chunk` run on the same weights."""
 
     def __init__(self, config: Mamba2Config, *, rngs: nnx.Rngs):
         self.config = config
@@ -86,23 +86,7 @@ class Mamba2(nnx.Module):
         self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None = None
     ) -> tuple[Float[Array, "B T D"], Weights]:
         """Output of every step and the recurrent state after the last valid one (valid steps come first)."""
-        w = {name: value.astype(x.dtype) for name, value in self.weights().items()}
-        config = self.config
-        batch, steps, _ = x.shape
-        z, mixed, dt = _project(w, x, config)
-        convolved = causal_conv(mixed, w["conv"], w["conv_bias"])
-        values, b, c = _split(convolved, config)
-        dt = _time_step(self.weights(), dt)
-        if valid is not None:
-            dt = jnp.where(valid[..., None], dt, 0)
-        y, ssm = ssd_chunked(values, dt, -jnp.exp(self.log_rate[...]), b, c)
-        y = y + values * w["skip"][:, None]
-        out = x + rms_norm(y.reshape(batch, steps, -1) * jax.nn.silu(z), w["gate_norm"]) @ w["out_proj"]
-        length = jnp.full(batch, steps) if valid is None else valid.sum(1)
-        padded = jnp.pad(mixed, ((0, 0), (CONV - 1, 0), (0, 0)))
-        last = length[:, None] + jnp.arange(CONV - 1)
-        tail = jnp.take_along_axis(padded, last[..., None], axis=1)
-        return out, {"conv": tail, "ssm": ssm}
+        return block_chunk(self.weights(), x, init_state(self.config, x.shape[0], x.dtype), self.config, valid)
 
 
 def init_state(config: Mamba2Config, batch: int, dtype: Any = jnp.float32) -> Weights:
@@ -125,6 +109,31 @@ def block_step(
     y, ssm = ssd_step(values, _time_step(w, dt), rate, b, c, state["ssm"])
     y = (y + values * cast["skip"][:, None]).reshape(x.shape[0], -1)
     out = x + rms_norm(y * jax.nn.silu(z), cast["gate_norm"]) @ cast["out_proj"]
+    return out, {"conv": tail, "ssm": ssm}
+
+
+def block_chunk(
+    w: Weights,
+    x: Float[Array, "B T D"],
+    state: Weights,
+    config: Mamba2Config,
+    valid: Bool[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B T D"], Weights]:
+    """T steps of a block from a state on, chunked form; where `valid` (which comes first) is false, none is taken."""
+    cast = {name: value.astype(x.dtype) for name, value in w.items()}
+    batch, steps, _ = x.shape
+    z, mixed, dt = _project(cast, x, config)
+    values, b, c = _split(causal_conv(mixed, cast["conv"], cast["conv_bias"], state["conv"]), config)
+    dt = _time_step(w, dt)
+    if valid is not None:
+        dt = jnp.where(valid[..., None], dt, 0)
+    y, ssm = ssd_chunked(values, dt, -jnp.exp(w["log_rate"].astype(jnp.float32)), b, c, state["ssm"])
+    y = y + values * cast["skip"][:, None]
+    out = x + rms_norm(y.reshape(batch, steps, -1) * jax.nn.silu(z), cast["gate_norm"]) @ cast["out_proj"]
+    length = jnp.full(batch, steps) if valid is None else valid.sum(1)
+    inputs = jnp.concatenate([state["conv"].astype(mixed.dtype), mixed], axis=1)
+    last = length[:, None] + jnp.arange(CONV - 1)
+    tail = jnp.take_along_axis(inputs, last[..., None], axis=1)
     return out, {"conv": tail, "ssm": ssm}
 
 

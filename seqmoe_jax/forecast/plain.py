@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.forecast.features import CONTEXT, NO_TOKEN, activate
-from seqmoe_jax.forecast.mamba2 import block_step
+from seqmoe_jax.forecast.mamba2 import block_chunk, block_step
 from seqmoe_jax.forecast.mamba2 import init_state as block_state
 from seqmoe_jax.forecast.predictor import Inputs, embed, heads, membership
 from seqmoe_jax.forecast.predictor import refine as refined_logits
@@ -32,7 +32,7 @@ def init_state(config: PredictorConfig, batch: int, dtype: Any = jnp.float32) ->
     }
     if config.uses_echo:
         state |= {
-            "step": jnp.zeros((), jnp.int32),
+            "step": jnp.zeros(batch, jnp.int32),
             "recent": jnp.full((batch, CONTEXT), -1, jnp.int32),
             "memory_tokens": jnp.full((batch, config.echo, CONTEXT), -1, jnp.int32),
             "memory_age": jnp.full((batch, config.echo), -1, jnp.int32),
@@ -123,26 +123,106 @@ def trunk(config: PredictorConfig, weights: Pytree, x: Array, blocks: list[Pytre
     return x, new
 
 
+def prefill(
+    config: PredictorConfig,
+    weights: Pytree,
+    state: Pytree,
+    features: Float[Array, "B T keys"],
+    tokens: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+) -> Pytree:
+    """The state after T calls of `step`, of which a sequence takes the `valid` ones alone (they come first).
+
+    Chunked (paper 5.3, "Prefill"): position t reads the routing of the token before it and the token at t.
+    """
+    dtype = weights["in_proj"].dtype
+    count = valid.sum(1, dtype=jnp.int32)
+    rows = jnp.arange(features.shape[0])
+    new = dict(state)
+    token = echo = None
+    if config.uses_token:
+        token = token_rows(weights, tokens)
+    if config.uses_echo:
+        new, echo = _remember_all(config, state, features, tokens, count)
+    x = embed(config, weights, Inputs(features, token, echo), dtype)
+    new["blocks"] = []
+    for block, old in zip(weights["blocks"], state["blocks"], strict=True):
+        x, after = block_chunk(block, x, old, config.block, valid)
+        new["blocks"].append(after)
+    some = count > 0
+    hidden = x[rows, jnp.maximum(count - 1, 0)]
+    new["hidden"] = jnp.where(some[:, None], hidden, state["hidden"]).astype(state["hidden"].dtype)
+    new["logits"] = jnp.where(some[:, None, None], heads(config, weights, hidden)[0], state["logits"])
+    # A convolution's tail is of the activations' dtype, the state's of its own.
+    return jax.tree.map(lambda value, old: value.astype(old.dtype), new, state)
+
+
 def _remember(config: PredictorConfig, state: Pytree, features: Array, tokens: Array) -> tuple[Pytree, Array]:
     """Files the step just run under its tokens, then looks the coming token up: longest context first, then latest."""
-    batch = features.shape[0]
+    rows = jnp.arange(features.shape[0])
     slot = state["step"] % config.echo
     # A sequence that has not processed a token yet has nothing to file.
     age = jnp.where(state["recent"][:, 0] >= 0, state["step"], -1)
     new = dict(state)
-    new["memory_tokens"] = state["memory_tokens"].at[:, slot].set(state["recent"])
-    new["memory_age"] = state["memory_age"].at[:, slot].set(age)
-    new["memory"] = state["memory"].at[:, slot].set(features.astype(jnp.bfloat16))
+    new["memory_tokens"] = state["memory_tokens"].at[rows, slot].set(state["recent"], unique_indices=True)
+    new["memory_age"] = state["memory_age"].at[rows, slot].set(age, unique_indices=True)
+    new["memory"] = state["memory"].at[rows, slot].set(features.astype(jnp.bfloat16), unique_indices=True)
     new["recent"] = jnp.concatenate([tokens[:, None].astype(jnp.int32), state["recent"][:, :-1]], axis=1)
     new["step"] = state["step"] + 1
 
-    same = (new["memory_tokens"] == new["recent"][:, None]).astype(jnp.int32)
+    rank = _rank(new["memory_tokens"], new["memory_age"], new["recent"])
+    best = jnp.argmax(rank, axis=1)
+    found = rank[rows, best] >= 0
+    return new, jnp.where(found[:, None], new["memory"][rows, best], 0).astype(features.dtype)
+
+
+def _remember_all(
+    config: PredictorConfig, state: Pytree, features: Array, tokens: Array, count: Int[Array, " B"]
+) -> tuple[Pytree, Array]:
+    """`_remember` for T steps at once: the memory in order of age, then the steps themselves, is one long memory that
+    each step sees the part of that is its own."""
+    batch, steps = tokens.shape
+    rows = jnp.arange(batch)
+    # Oldest first: the step that comes next would take the place of entry 0.
+    order = (state["step"][:, None] + jnp.arange(config.echo)) % config.echo
+    tokens = tokens.astype(jnp.int32)
+    history = jnp.concatenate([state["recent"][:, ::-1], tokens], axis=1)  # ..., before, last, 0, 1, ...
+    recent = jnp.stack([history[:, CONTEXT - d : CONTEXT - d + steps] for d in range(CONTEXT)], axis=-1)  # [B, T, C]
+    filed = jnp.concatenate([state["recent"][:, None], recent[:, :-1]], axis=1)
+    age = jnp.where(filed[..., 0] >= 0, state["step"][:, None] + jnp.arange(steps), -1)
+    all_tokens = jnp.concatenate([state["memory_tokens"][rows[:, None], order], filed], axis=1)
+    all_ages = jnp.concatenate([state["memory_age"][rows[:, None], order], age], axis=1)
+    all_features = jnp.concatenate([state["memory"][rows[:, None], order], features.astype(jnp.bfloat16)], axis=1)
+
+    def echo_of(step: Int[Array, ""]) -> Array:
+        # Entries step + 1 ... step + echo are what the memory holds after this step was filed.
+        filed_under = jax.lax.dynamic_slice_in_dim(all_tokens, step + 1, config.echo, 1)
+        ages = jax.lax.dynamic_slice_in_dim(all_ages, step + 1, config.echo, 1)
+        rank = _rank(filed_under, ages, recent[:, step])
+        best = jnp.argmax(rank, axis=1)
+        return jnp.where(rank[rows, best] >= 0, step + 1 + best, -1)
+
+    source = jnp.moveaxis(jax.lax.map(echo_of, jnp.arange(steps), batch_size=min(steps, 64)), 0, 1)  # [B, T]
+    echo = all_features[rows[:, None], jnp.maximum(source, 0)]
+    echo = jnp.where((source >= 0)[..., None], echo, 0).astype(features.dtype)
+
+    # The last `echo` entries of each sequence, each in its place of the ring.
+    at = jnp.arange(config.echo)
+    position = count[:, None] + (at - (state["step"] + count)[:, None]) % config.echo
+    new = dict(state)
+    new["memory_tokens"] = all_tokens[rows[:, None], position]
+    new["memory_age"] = all_ages[rows[:, None], position]
+    new["memory"] = all_features[rows[:, None], position]
+    new["recent"] = jnp.where((count > 0)[:, None], recent[rows, jnp.maximum(count - 1, 0)], state["recent"])
+    new["step"] = state["step"] + count
+    return new, echo
+
+
+def _rank(tokens: Int[Array, "B M C"], age: Int[Array, "B M"], recent: Int[Array, "B C"]) -> Int[Array, "B M"]:
+    """How good an echo of `recent` each entry of the memory is; -1 for none."""
+    same = (tokens == recent[:, None]).astype(jnp.int32)
     length = same[..., 0]
     for depth in range(1, CONTEXT):
         length = length + same[..., : depth + 1].prod(-1)
-    usable = (new["memory_age"] >= 0) & (length > 0) & (tokens[:, None] >= 0)
-    rank = jnp.where(usable, length * (1 << 28) + new["memory_age"], -1)
-    best = jnp.argmax(rank, axis=1)
-    rows = jnp.arange(batch)
-    found = rank[rows, best] >= 0
-    return new, jnp.where(found[:, None], new["memory"][rows, best], 0).astype(features.dtype)
+    usable = (age >= 0) & (length > 0) & (recent[:, :1] >= 0)
+    return jnp.where(usable, length * (1 << 28) + age, -1)

@@ -75,11 +75,11 @@ def ssd_step(
 
 
 def causal_conv(
-    x: Float[Array, "B T D"], weight: Float[Array, "W D"], bias: Float[Array, " D"]
+    x: Float[Array, "B T D"], weight: Float[Array, "W D"], bias: Float[Array, " D"], tail: Float[Array, "B V D"]
 ) -> Float[Array, "B T D"]:
-    """Depthwise convolution over this step and the W - 1 before it (zeros before the first)."""
+    """Depthwise convolution over each step and the V = W - 1 before it; `tail` holds those before the first."""
     width = weight.shape[0]
-    padded = jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0)))
+    padded = jnp.concatenate([tail.astype(x.dtype), x], axis=1)
     taps = [padded[:, tap : tap + x.shape[1]] * weight[tap] for tap in range(width)]
     return jax.nn.silu(sum(taps[1:], start=taps[0]) + bias)
 

@@ -243,5 +243,5 @@ def work(
                     arrived, began = np.int64(0), now
                     budget[1] -= 1
                     continue
-        if f_tag == 0 or stalled:
-            call(nap, (2,))  # else it polls: a nap takes 50 us, and the link would run dry
+        if f_tag == 0 or now < quiet_until:
+            call(nap, (2,))  # else it polls, or the link would run dry between two parts

@@ -96,3 +96,27 @@ def test_odds_begin_where_knowing_nothing_means_k_of_e(experts, active):
     weights = Predictor(config, rngs=nnx.Rngs(0)).weights()
     sums = jax.nn.sigmoid(membership(weights, jnp.zeros((2, experts)))).sum(-1)
     np.testing.assert_allclose(sums, min(active, 0.9 * experts), rtol=1e-4)
+
+
+def test_prefill_is_as_many_steps():
+    """In chunks, on rows of different lengths, with a memory that is shorter than they are."""
+    config, weights = make("activations+token", echo=8)
+    steps = prepare(TRACE, config, TABLE)
+    features = cut(steps, steps.starts, steps.ends, 30, config).inputs.features
+    tokens = np.full((2, 30), 3, np.int32)
+    tokens[0], tokens[1, :17] = TRACE.tok[:30], TRACE.tok[30:]
+    lengths = np.array([30, 17])
+    state = plain.init_state(config, 2)
+    wanted = [state, state]
+    for t in range(30):
+        state, *_ = STEP(config, weights, state, features[:, t], jnp.asarray(tokens[:, t]))
+        for row in np.flatnonzero(lengths == t + 1):
+            wanted[row] = state
+    prefill = jax.jit(plain.prefill, static_argnums=0)
+    got = plain.init_state(config, 2)
+    for start in range(0, 30, 10):
+        span = slice(start, start + 10)
+        valid = jnp.asarray(np.arange(30)[span] < lengths[:, None])
+        got = prefill(config, weights, got, features[:, span], jnp.asarray(tokens[:, span]), valid)
+    for row in range(2):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a[row], b[row], atol=1e-4), got, wanted[row])  # noqa: B023

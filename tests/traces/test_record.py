@@ -45,7 +45,7 @@ def test_the_replay_routes_as_decoding_did(monkeypatch):
         return honest(slots, pool, ids, layer, config, transfers)
 
     monkeypatch.setattr(cache, "bring_in", listening)
-    monkeypatch.setattr("seqmoe_jax.engine.chunk_length", lambda batch: 16)  # several chunks of prefill
+    monkeypatch.setattr("seqmoe_jax.prefill.CHUNK", 32)  # several chunks of prefill
     # Of a shape that no other test has: a step compiled before does not listen.
     engine = tiny_engine(seed=3, residency=0.7, policy="lru", max_batch=2)
     prompts = [[5, 6, 7, 8, 9], list(range(40, 60))]

@@ -1,0 +1,56 @@
+"""Stretched routing is the recorded one, seen again in other layers, streams and groups of experts."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from seqmoe_jax.traces.format import read_trace, write_trace
+from seqmoe_jax.traces.stretch import stretch
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return read_trace(Path(__file__).parents[1] / "data" / "gptoss20b_excerpt.npz")
+
+
+@pytest.fixture(scope="module")
+def stretched(trace):
+    return stretch(trace, layers=2 * trace.layers, experts=128, active=8)
+
+
+def test_the_own_shape_is_the_trace_itself(trace):
+    assert stretch(trace, **trace.sizes) is trace
+
+
+def test_the_first_stream_of_the_first_layers_is_the_sequence_itself(trace, stretched):
+    mine = stretched.ids[:, : trace.layers]
+    mine = mine[stretched.ids[:, : trace.layers] // 32 % 2 == 0].reshape(trace.ids.shape)  # groups 0 and 2
+    np.testing.assert_array_equal(np.sort(mine % 32, -1), np.sort(trace.ids, -1))
+
+
+def test_other_layers_are_those_of_another_sequence_of_the_split(trace, stretched):
+    """The partner is the next longer one: read from its beginning, again and again."""
+    lens, split = trace.lens, trace.split
+    members = np.flatnonzero(split == "test")
+    members = members[np.argsort(lens[members], kind="stable")]
+    streams = 2
+    for place, sequence in enumerate(members):
+        partner = members[(place + streams) % len(members)]
+        start, stop = trace.spans()[sequence]
+        other = trace.ids[slice(*trace.spans()[partner])]
+        expected = other[np.arange(stop - start) % len(other)]
+        found = stretched.ids[start:stop, trace.layers :]
+        found = found[found // 32 % 2 == 0].reshape(expected.shape)
+        np.testing.assert_array_equal(np.sort(found % 32, -1), np.sort(expected, -1))
+
+
+def test_every_group_is_used_and_the_heaviest_come_first(stretched, tmp_path):
+    assert set(np.unique(stretched.ids // 32)) == {0, 1, 2, 3}
+    assert (np.diff(stretched.probs_u8.astype(int), axis=-1) <= 0).all()
+    write_trace(tmp_path / "s.npz", stretched)  # which checks it
+    assert read_trace(tmp_path / "s.npz").sizes == {"layers": 48, "experts": 128, "active": 8}
+
+
+def test_fewer_layers_are_the_first_ones(trace):
+    np.testing.assert_array_equal(stretch(trace, layers=3, experts=32, active=4).ids, trace.ids[:, :3])
