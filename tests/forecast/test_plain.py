@@ -89,6 +89,15 @@ def test_the_graph_is_made_without_weights():
     assert graph_of(config) is graph_of(config)
 
 
+@pytest.mark.parametrize(("experts", "active"), [(6, 2), (32, 4), (128, 8), (4, 4)])
+def test_odds_begin_where_knowing_nothing_means_k_of_e(experts, active):
+    config = PredictorConfig(model="m", layers=2, experts=experts, active=active, width=16, head=8, blocks=1, echo=0,
+                             inputs="activations")  # fmt: skip
+    weights = Predictor(config, rngs=nnx.Rngs(0)).weights()
+    sums = jax.nn.sigmoid(membership(weights, jnp.zeros((2, experts)))).sum(-1)
+    np.testing.assert_allclose(sums, min(active, 0.9 * experts), rtol=1e-4)
+
+
 def test_prefill_is_as_many_steps():
     """In chunks, on rows of different lengths, with a memory that is shorter than they are."""
     config, weights = make("activations+token", echo=8)
