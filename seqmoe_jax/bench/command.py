@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=int, default=3, help="runs after the one that warms up (default: 3)")
     add("--temperature", type=float, default=0.0, help="0 (default) is greedy; without --replay, random weights then "
         "repeat one token, and so one set of experts")  # fmt: skip
-    add("--shares", type=int, nargs="?", const=32, default=0, metavar="N",
-        help="profile N (default: 32) more decode steps of every setting: time by class and kernel")  # fmt: skip
+    add("--shares", type=int, nargs="?", const=2**31, default=0, metavar="N", help="profile one more run of every "
+        "setting (N: the last N steps of it): time by class and kernel")  # fmt: skip
     add("--kernels", choices=["xla", "gpu", "tpu"])
     add("--out", type=Path, metavar="FILE.json", help="written after every row")
     add("--plot", type=Path, metavar="FILE", help="speed against residency, and time shares: .png, .svg or .pdf")
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         trace = read_trace(args.replay)
         if args.split:
             trace = trace.select(args.split)
-        replay = replay_of(trace, model.spec, args.steps * (args.repeats + 1))
+        replay = replay_of(trace, model.spec, args.steps * (args.repeats + 1 + bool(args.shares)))
     if args.predictor in ("auto", "none"):
         trained_on = None if trace is None else trace.model
         predictor = find_and_load_predictor(args.predictor, model, trained_on=trained_on)

@@ -1,7 +1,8 @@
 """Where the time of a decode step goes (paper, Figure 9), from a profile of the device.
 
-Under the profiler XLA launches every kernel by itself instead of replaying CUDA graphs. Kernels take as long as ever,
-the gaps between them do not: read the microseconds of a class against the step time measured without the profiler.
+Under the profiler XLA launches every kernel by itself instead of replaying CUDA graphs, unless it is told otherwise.
+Kernels take as long as ever, the gaps between them do not: read the microseconds of a class against the step time
+measured without the profiler.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def _idle(launches: Sequence[Launch]) -> float:
 def profile_steps(
     engine: TokenEngine, prompts: Sequence[Sequence[int]], *, new: int, steps: int, **options: Any
 ) -> dict[str, Any]:
-    """`shares_of` about `steps` decode steps of a generation of up to `new` tokens, for which the programs exist.
+    """`shares_of` about the last `steps` decode steps, or a few less, of a generation of `new` tokens.
 
     `options` are those of `TokenEngine.run`. Raises `ProfileError` where the backend has no profile of its device.
     """
@@ -133,11 +134,10 @@ def profile_steps(
     with tempfile.TemporaryDirectory(prefix="seqmoe-profile-") as directory:
         quiet = jax.profiler.ProfileOptions()
         quiet.python_tracer_level, quiet.host_tracer_level = 0, 1
-        list(islice(events, len(prompts)))  # the prompt and the first token
+        list(islice(events, (new - min(steps, new - 1)) * len(prompts)))
         before = engine.steps_run()
         with jax.profiler.trace(directory, profiler_options=quiet):
-            list(islice(events, steps * len(prompts)))
-            events.close()
+            list(events)
             count = engine.steps_run() - before
         launches, beside = read_profile(Path(directory), "jit_step", scopes_of(engine.step_program().as_text() or ""))
     return shares_of(launches, count, engine=engine.transfers_name != "none") | {"copies_beside_us": beside / count}
@@ -150,7 +150,7 @@ def scopes_of(program: str) -> dict[str, str]:
 
 
 def kernel_of(instruction: str) -> str:
-    """What XLA calls the kernel of an instruction. In a CUDA graph that is all that a launch says of itself."""
+    """What XLA calls the kernel of an instruction, which may be all that a launch says of itself."""
     return re.sub(r"\W", "_", instruction)
 
 
@@ -203,7 +203,7 @@ def describe(row: Mapping[str, Any]) -> str:
         for name, us in shares["us_per_step"].items()
     )
     lines = [
-        f"  a step as timed: {row['step_us']:.0f} us; profiled without CUDA graphs, {shares['steps']} steps: {times}; "
+        f"  a step as timed: {row['step_us']:.0f} us; under the profiler, {shares['steps']} steps: {times}; "
         f"{shares['launches_per_step']:.0f} launches a step, copies beside it {shares['copies_beside_us']:.0f} us",
         "  kernel                                   scope          us/step  launches  us each",
     ]
