@@ -199,6 +199,7 @@ class TokenEngine:
         if self._transfers is not None:
             self._transfers.close()
             self._transfers = None
+        self._reader.close()
 
     def _make_transfers(
         self, name: str, scheduler: str, tasks: int | None, threshold: float

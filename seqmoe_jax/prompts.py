@@ -15,7 +15,7 @@ from seqmoe_jax.decode import Offload, Replay, Sequences, empty_sequences
 from seqmoe_jax.experts.cache import CacheConfig
 from seqmoe_jax.experts.policy import Policy, prompt_rule_of
 from seqmoe_jax.experts.prompt import Tally
-from seqmoe_jax.experts.streaming import Arrivals, Group, Popularity, Sender, choose_groups, group_size
+from seqmoe_jax.experts.streaming import Arrivals, Group, Popularity, Sender, choose_groups, group_size, make_sender
 from seqmoe_jax.loaded import Model, Predictor
 from seqmoe_jax.planning import kv_capacity
 from seqmoe_jax.prefill import (
@@ -91,8 +91,10 @@ class PromptReader:
         self.predictor, self.replay = predictor, replay
         self._rule = prompt_rule_of(policy)
         self._compile = compile
-        self._sender = Sender(model.pools, device) if stream and config.managed else None
         self._group = group_size(config.layout, config.experts)
+        self._sender: Sender | None = None
+        if stream and config.managed and config.slots < config.layers * config.experts:
+            self._sender = make_sender(model.pools, device, self._group)
         profile = None if predictor is None else predictor.weights.get("popularity")
         self.popularity = Popularity(
             config.layers, config.experts, model.spec.moe.top_k, None if profile is None else np.asarray(profile)
@@ -158,6 +160,15 @@ class PromptReader:
                 keep(offload)
         sequences = sequences._replace(states=tuple(states))
         return ReadPrompts(sequences=sequences, last=last, tally=tally, pending=pending, streamed=streamed)
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    @property
+    def sender_name(self) -> str:
+        return "none" if self._sender is None else self._sender.name
 
     def observe(self, tokens_of: Int32[np.ndarray, "L E"], tokens: int) -> None:
         """Learns which experts prompts use, from one of `tokens` tokens that has been read."""
