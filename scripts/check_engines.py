@@ -75,7 +75,7 @@ def generate(engine: TokenEngine, prompts: Tokens, steps: int, *, kill: bool = F
             faults.append(fault)
     after = Moved() if transfers is None else transfers.moved()
     moved = {name: count - getattr(before, name) for name, count in asdict(after).items()}
-    return tokens, {"hit_rate": sum(hits) / len(hits), **moved, "faults": faults}
+    return tokens, {"hit_rate": sum(hits) / len(hits), **moved, "faults": list(dict.fromkeys(faults))}
 
 
 def shown(row: dict[str, Any]) -> bool:
@@ -83,8 +83,13 @@ def shown(row: dict[str, Any]) -> bool:
     fault, offloaded = row["fault"], row["hit_rate"] < 1
     if row["transfers"] == "none":
         return offloaded
-    happened = {"dropped": row["dropped"] > 0, "killed": bool(row["faults"])}
-    return offloaded and row["landed"] > 0 and happened.get(fault, not row["faults"])
+    tried = row["landed"] + row["given_up"] + row["late"]
+    happened = {
+        "": row["landed"] > 0 and not row["faults"],
+        "dropped": row["dropped"] > 0,
+        "killed": bool(row["faults"]),
+    }
+    return offloaded and happened.get(fault, tried > 0)
 
 
 def check(

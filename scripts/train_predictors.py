@@ -31,6 +31,7 @@ except Exception as error:
 
 from seqmoe_jax.forecast import plain, store
 from seqmoe_jax.forecast.baselines import baselines
+from seqmoe_jax.forecast.by_rows import by_rows
 from seqmoe_jax.forecast.config import PredictorConfig, Retention
 from seqmoe_jax.forecast.data import Steps, divide, prepare, shuffle_steps
 from seqmoe_jax.forecast.evaluate import evaluate_baseline, evaluate_predictor, table
@@ -77,7 +78,8 @@ def blank(steps: Steps, *, token: bool, echo: bool) -> Steps:
 class Session:
     """The time limit, the log, the results so far."""
 
-    def __init__(self, out: Path, minutes: float):
+    def __init__(self, out: Path, minutes: float, only: list[str]):
+        self.only = only
         self.out, self.begun, self.limit = out, time.perf_counter(), 60 * minutes
         self.results: dict[str, Any] = {"predictors": {}, "runs": {}, "kept": {}, "errors": {}}
         out.mkdir(parents=True, exist_ok=True)
@@ -97,7 +99,9 @@ class Session:
         partial.replace(self.out / "results.json")
 
     def attempt(self, name: str, work: Callable[[], None], until: float = 0.93) -> bool:
-        """Runs one part unless the time is nearly up; a failure is recorded and the rest goes on."""
+        """Runs one part, if it is wanted and the time is not nearly up; a failure is recorded and the rest goes on."""
+        if self.only and not name.startswith(tuple(self.only)):
+            return False
         if self.spent() > until * self.limit:
             self.log(f"-- {name}: no time left")
             return False
@@ -164,7 +168,8 @@ class Trainer:
 
 def measure(config: PredictorConfig, weights: dict[str, Any], tokens: np.ndarray) -> dict[str, float]:
     """Microseconds of one step, alone, with a refinement, and with a rollout of 8, bfloat16, one sequence."""
-    weights = jax.tree.map(lambda value: value.astype(jnp.bfloat16), weights) | {"token_table": jnp.asarray(tokens)}
+    weights = by_rows(jax.tree.map(lambda value: value.astype(jnp.bfloat16), weights))
+    weights |= {"token_table": jnp.asarray(tokens)}
     count = 300 if jax.default_backend() != "cpu" else 3
 
     def loop(weights: Any, state: Any, features: Any, extra: str) -> Any:
@@ -234,7 +239,7 @@ def load_data(trace: Trace, args: argparse.Namespace, session: Session) -> Train
 
 
 def run(args: argparse.Namespace) -> int:
-    session = Session(args.out, args.minutes)
+    session = Session(args.out, args.minutes, args.only)
     trainer = load_data(read_trace(args.trace), args, session)
     data, results = trainer.data, session.results
     part, validation, whole = data["part"], data["validation"], data["all"]
@@ -295,7 +300,8 @@ def run(args: argparse.Namespace) -> int:
         trainer.judge(name, kept[name], token=token, echo=token)
 
     def latency() -> None:
-        weights = weights_of(trainer.config, jax.tree.map(jnp.asarray, kept["token seed 0"]))
+        params = next(kept[name] for name in kept if " seed " in name)
+        weights = weights_of(trainer.config, jax.tree.map(jnp.asarray, params))
         results["latency_us"] = measure(trainer.config, weights, trainer.tokens)
         session.log(f"microseconds inside a jitted loop: {results['latency_us']}")
 
@@ -336,6 +342,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=6.0, help="no training starts after nearly all of this")
     parser.add_argument("--sweep-share", type=float, default=0.3, help="share of the time for tuning")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="parts whose names begin so: sweep, "
+                        "token, activations, latency, without, shuffled, baselines (default: all)")  # fmt: skip
     parser.add_argument("--model", default="openai/gpt-oss-20b")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on a few sequences, to try everything out")
     return run(parser.parse_args())

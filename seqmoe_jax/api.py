@@ -234,7 +234,7 @@ def load(
       predictor: what policy seqmoe forecasts by: "auto" (the one that ships for this model, else the past alone), a
         directory that `seqmoe train-predictor` wrote, or "none".
       transfers: the engine that moves experts ahead of their use, where there is a predictor: "auto" (what measured
-        best so far: none), or one of `seqmoe_jax.experts.engines.base.ENGINES`.
+        best: `dma` on NVIDIA GPUs, else none), or one of `seqmoe_jax.experts.engines.base.ENGINES`.
       max_batch: most sequences decoded together, 1 to 8. Each adds K experts to the least number of slots.
       context: longest prompt + new tokens; memory is planned for it. Default: 4096, or what the model was made for
         if that is less.

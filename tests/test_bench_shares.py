@@ -47,7 +47,9 @@ def test_launches_of_one_kernel_in_one_scope_are_a_line():
     first = found["kernels"][0]
     assert (first["kernel"], first["scope"], first["launches_per_step"]) == ("fusion", "mixer", 2)
     assert first["us_per_step"] == 40
-    assert "fusion" in describe(found | {"copies_beside_us": 0.0})
+    said = describe({"step_us": 240.0, "shares": found | {"copies_beside_us": 0.0}})
+    assert "a step as timed: 240 us" in said
+    assert len(said.splitlines()) == 2 + len(found["kernels"])
 
 
 def test_what_slot_update_takes_longer_than_usual_is_a_wait_where_an_engine_runs():

@@ -131,7 +131,8 @@ def _kernel(*refs: Any, first_layer: int, config: PlanConfig) -> None:
         saving = jnp.where(keys == candidate, 0.0, saving)
         return nth + 1, jnp.max(saving), saving, order, value, listed, key, its_tag, new
 
-    start = (next_tag - next_tag, jnp.max(saving), saving, order, value, listed, key, its_tag, jnp.zeros_like(places))
+    none = jnp.zeros_like(places)
+    start: tuple[Array, ...] = (next_tag - next_tag, jnp.max(saving), saving, order, value, listed, key, its_tag, none)
     _, _, _, _, value, listed, key, its_tag, is_new = lax.while_loop(more, consider, start)
     new = is_new > 0
     evicted = gather(key_of_slot, listed, new)

@@ -57,9 +57,9 @@ def slot_update(
             there is no engine, which promises that no slot is COMPUTE on entry, and saves the scans over all slots.
         open_slots: with an engine, every slot that is FETCH or COMPUTE, then -1. Needed on GPUs; elsewhere unused.
         progress: on GPUs with an engine that runs beside the step, an array in `pinned_host` memory. The kernel writes
-            `(clock + elapsed) * PROGRESS_UNIT + misses` into its first element for the engine to see, and where a
-            routed expert is the one under way (`landed[s] == tag[s] + UNDER_WAY`) it waits for it instead of loading
-            it again.
+            `(clock + elapsed) * PROGRESS_UNIT + misses` into its first element for the engine to see while a task is
+            open, and where a routed expert is the one under way (`landed[s] == tag[s] + UNDER_WAY`) it waits for it
+            instead of loading it again.
 
     There must be a slot that is neither FETCH nor protected for every distinct miss. The caller sees to it by
     keeping enough out of `reserve`; a miss that finds none gets slot -1, and nothing is corrupted.

@@ -137,19 +137,23 @@ def _kernel(*refs: Any, elapsed: int, num_experts: int, rule: Rule, optional: tu
 
         _, last = jax.lax.while_loop(unanswered, read, (jnp.int32(0), awaited + UNDER_WAY))
         misses = num_distinct - num_hits - needed.astype(jnp.int32)
-        progress_ref[0] = clock * PROGRESS_UNIT + jnp.minimum(misses, PROGRESS_UNIT - 1)
+
+        @pl.when(count(fetching) > 0)  # with no task open nobody asks, and a store over the link costs a microsecond
+        def _() -> None:
+            progress_ref[0] = clock * PROGRESS_UNIT + jnp.minimum(misses, PROGRESS_UNIT - 1)
+
         return jnp.where(mine, last, answer), (needed & (last == awaited)).astype(jnp.int32)
 
     if engine:
         # Land, and release this layer's slots at once: their new protection is in `fresh` and `order` below.
         tasks = jnp.arange(pl.next_power_of_2(open_ref.shape[0]), dtype=jnp.int32)
         open_ = gather(open_ref, tasks, tasks < open_ref.shape[0])
-        old_state = gather(state, open_, open_ >= 0)
-        fetching = (open_ >= 0) & (old_state == SlotState.FETCH)
-        waiting = (open_ >= 0) & (old_state == SlotState.COMPUTE)
-        expected = gather(tag, open_, fetching)
-        answer = gather(landed_ref, open_, fetching)
-        slot_key = gather(key_of_slot, open_, fetching | waiting)
+        listed = open_ >= 0
+        # All at once: a load that waits for another costs half a microsecond.
+        old_state, slot_key = gather(state, open_, listed), gather(key_of_slot, open_, listed)
+        expected, answer = gather(tag, open_, listed), gather(landed_ref, open_, listed)
+        fetching = listed & (old_state == SlotState.FETCH)
+        waiting = listed & (old_state == SlotState.COMPUTE)
         if progress_ref is not None:
             answer, waited = wait_for_transfer(answer, expected, fetching, slot_key)
         arrived = fetching & (expected > 0) & ((answer == expected) | (answer == -expected))

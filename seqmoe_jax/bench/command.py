@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=int, default=3, help="runs after the one that warms up (default: 3)")
     add("--temperature", type=float, default=0.0, help="0 (default) is greedy; without --replay, random weights then "
         "repeat one token, and so one set of experts")  # fmt: skip
-    add("--shares", type=int, nargs="?", const=32, default=0, metavar="N",
-        help="profile N (default: 32) more decode steps of every setting: time by class and kernel")  # fmt: skip
+    add("--shares", type=int, nargs="?", const=2**31, default=0, metavar="N", help="profile one more run of every "
+        "setting (N: the last N steps of it): time by class and kernel")  # fmt: skip
     add("--kernels", choices=["xla", "gpu", "tpu"])
     add("--out", type=Path, metavar="FILE.json", help="written after every row")
     add("--plot", type=Path, metavar="FILE", help="speed against residency, and time shares: .png, .svg or .pdf")
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         trace = read_trace(args.replay)
         if args.split:
             trace = trace.select(args.split)
-        replay = replay_of(trace, model.spec, args.steps * (args.repeats + 1))
+        replay = replay_of(trace, model.spec, args.steps * (args.repeats + 1 + bool(args.shares)))
     if args.predictor in ("auto", "none"):
         trained_on = None if trace is None else trace.model
         predictor = find_and_load_predictor(args.predictor, model, trained_on=trained_on)
@@ -95,7 +95,6 @@ def run(args: argparse.Namespace) -> int:
     size = result["host_pool_bytes"] / 1e9
     say(f"{args.model} on {result['device']}: {size:.1f} GB of experts in host memory, ready in {loaded_s:.1f} s")
     say(HEADER)
-    full: dict[int, float] = {}
     for setting in settings:
         try:
             row = measure(
@@ -106,15 +105,12 @@ def run(args: argparse.Namespace) -> int:
         except Exception as error:  # one setting that fails leaves the others
             row = {"name": setting.name, "residency": setting.residency, "batch": setting.batch, "error": repr(error)}
             say(f"{setting.name:14} {setting.residency:5.2f}  failed: {error!r}"[:400])
-        else:
-            if setting.name == "full":
-                full[setting.batch] = row["tokens_per_second"]
-            if setting.batch in full:
-                row["share_of_full_load"] = row["tokens_per_second"] / full[setting.batch]
+        result["rows"].append(row)
+        compare(result["rows"])
+        if "error" not in row:
             say(line(row))
             if row["shares"] is not None:
-                say(describe(row["shares"]))
-        result["rows"].append(row)
+                say(describe(row))
         if args.out:
             args.out.write_text(json.dumps(result, indent=1))
     if args.plot and any("error" not in row for row in result["rows"]):
@@ -122,6 +118,15 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result))
     return 1 if any("error" in row for row in result["rows"]) else 0
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Gives rows their share of the speed of full load, and whether their first tokens are its, where it is there."""
+    measured = [row for row in rows if "error" not in row]
+    for full in [row for row in measured if row["name"] == "full"]:
+        for row in [row for row in measured if row["batch"] == full["batch"]]:
+            row["share_of_full_load"] = row["tokens_per_second"] / full["tokens_per_second"]
+            row["tokens_of_full_load"] = row["first_tokens"] == full["first_tokens"]
 
 
 HEADER = (
@@ -142,4 +147,5 @@ def line(row: dict[str, Any]) -> str:
         f"{row['awaited_per_step']:8.2f} {row['prefetched_per_step']:6.2f} "
         f"{row['bytes_per_step'] / 1e6:8.1f} {cost:>6} {sizes} {row['seconds']:5.0f}"
         f"{'  FAULT ' + row['fault'] if row['fault'] else ''}"
+        f"{'' if row.get('tokens_of_full_load', True) else '  OTHER TOKENS THAN FULL LOAD'}"
     )

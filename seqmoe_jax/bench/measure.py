@@ -32,7 +32,8 @@ def measure(
     **options: Any,
 ) -> dict[str, Any]:
     """One row of the table; `options` are those of `TokenEngine`, for every setting. Times are of the decode phase; the
-    first generation warms programs and cache up. After those timed, `profiled` steps say where the time goes.
+    first generation warms programs and cache up. A run after those timed, of which the last
+    `profiled` steps are profiled, says where the time goes.
 
     Memory in bytes of the device: `planned_bytes`, `used_bytes` while the engine lives, and `peak_bytes`, which is of
     the process so far: give residencies in rising order to have it of each.
@@ -67,7 +68,7 @@ def measure(
         shares: dict[str, Any] | None = None
         if profiled:
             try:
-                shares = profile_steps(engine, prompts, new=steps + 1, steps=min(profiled, steps), sampling=sampling)
+                shares = profile_steps(engine, prompts, new=steps + 1, steps=profiled, sampling=sampling)
             except Exception as error:  # what was measured stands without it
                 shares = {"error": repr(error)}
     finally:

@@ -1,7 +1,8 @@
 """Where the time of a decode step goes (paper, Figure 9), from a profile of the device.
 
-Under the profiler XLA launches every kernel by itself instead of replaying CUDA graphs. Kernels take as long as ever,
-the gaps between them do not: read the microseconds of a class against the step time measured without the profiler.
+Under the profiler XLA launches every kernel by itself instead of replaying CUDA graphs, unless it is told otherwise.
+Kernels take as long as ever, the gaps between them do not: read the microseconds of a class against the step time
+measured without the profiler.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ SCOPE_OF_KERNEL = {
     "fused_moe_up": "moe",
     "fused_moe_down": "moe",
     "router_choice": "moe",
+    "matvec": "mixer",
     "decode_attention": "mixer",
     "decode_attention_combine": "mixer",
 }
@@ -68,7 +70,7 @@ class Launch:
     @property
     def kernel(self) -> str:
         """Its name without the number that tells instances apart."""
-        return re.sub(r"([._]+\d+)+$", "", self.name)
+        return re.sub(r"([._]+\d*)+$", "", self.name)
 
 
 def shares_of(launches: Sequence[Launch], steps: int, *, engine: bool = False) -> dict[str, Any]:
@@ -124,7 +126,7 @@ def _idle(launches: Sequence[Launch]) -> float:
 def profile_steps(
     engine: TokenEngine, prompts: Sequence[Sequence[int]], *, new: int, steps: int, **options: Any
 ) -> dict[str, Any]:
-    """`shares_of` about `steps` decode steps of a generation of up to `new` tokens, for which the programs exist.
+    """`shares_of` about the last `steps` decode steps, or a few less, of a generation of `new` tokens.
 
     `options` are those of `TokenEngine.run`. Raises `ProfileError` where the backend has no profile of its device.
     """
@@ -132,11 +134,10 @@ def profile_steps(
     with tempfile.TemporaryDirectory(prefix="seqmoe-profile-") as directory:
         quiet = jax.profiler.ProfileOptions()
         quiet.python_tracer_level, quiet.host_tracer_level = 0, 1
-        list(islice(events, len(prompts)))  # the prompt and the first token
+        list(islice(events, (new - min(steps, new - 1)) * len(prompts)))
         before = engine.steps_run()
         with jax.profiler.trace(directory, profiler_options=quiet):
-            list(islice(events, steps * len(prompts)))
-            events.close()
+            list(events)
             count = engine.steps_run() - before
         launches, beside = read_profile(Path(directory), "jit_step", scopes_of(engine.step_program().as_text() or ""))
     return shares_of(launches, count, engine=engine.transfers_name != "none") | {"copies_beside_us": beside / count}
@@ -144,7 +145,13 @@ def profile_steps(
 
 def scopes_of(program: str) -> dict[str, str]:
     """The path of named scopes of every instruction of an optimised program, from its text."""
-    return dict(re.findall(r'^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*?op_name="([^"]*)"', program, re.MULTILINE))
+    found = re.findall(r'^\s*(?:ROOT )?%?([\w.-]+) = .*metadata=\{[^}]*?op_name="([^"]*)"', program, re.MULTILINE)
+    return {kernel_of(name): scope for name, scope in found}
+
+
+def kernel_of(instruction: str) -> str:
+    """What XLA calls the kernel of an instruction, which may be all that a launch says of itself."""
+    return re.sub(r"\W", "_", instruction)
 
 
 def read_profile(directory: Path, module: str, scopes: Mapping[str, str]) -> tuple[list[Launch], float]:
@@ -170,7 +177,7 @@ def read_profile(directory: Path, module: str, scopes: Mapping[str, str]) -> tup
                 said = next((str(stats[name]) for name in ("name", "tf_op") if "/" in str(stats.get(name, ""))), "")
                 launch = Launch(
                     name=event.name,
-                    scope=scopes.get(str(stats.get("hlo_op", "")), said),
+                    scope=scopes.get(kernel_of(str(stats.get("hlo_op", ""))), scopes.get(event.name, said)),
                     start=event.start_ns / 1e3,
                     duration=event.duration_ns / 1e3,
                 )
@@ -186,8 +193,9 @@ def read_profile(directory: Path, module: str, scopes: Mapping[str, str]) -> tup
     return launches, beside
 
 
-def describe(shares: Mapping[str, Any]) -> str:
-    """The shares of one row as lines for a person."""
+def describe(row: Mapping[str, Any]) -> str:
+    """The shares of one row of the benchmark as lines for a person."""
+    shares = row["shares"]
     if "error" in shares:
         return f"  no time shares: {shares['error']}"
     times = ", ".join(
@@ -195,7 +203,7 @@ def describe(shares: Mapping[str, Any]) -> str:
         for name, us in shares["us_per_step"].items()
     )
     lines = [
-        f"  profiled, without CUDA graphs, {shares['steps']} steps: {times}; "
+        f"  a step as timed: {row['step_us']:.0f} us; under the profiler, {shares['steps']} steps: {times}; "
         f"{shares['launches_per_step']:.0f} launches a step, copies beside it {shares['copies_beside_us']:.0f} us",
         "  kernel                                   scope          us/step  launches  us each",
     ]

@@ -53,16 +53,7 @@ class RecordingEngine(TokenEngine):
 PUBLISHED = {"gpt_oss-mxfp4": make_mxfp4, "deepseek_v4": make_v4}
 
 
-# Compiled in every run of the suite: each mixer but DeepSeek-V4's, windows, sinks, biases, MXFP4, grouped routing.
-# The others differ from these in parts that `tests/models` checks too; `-m slow` runs them all.
-ALWAYS = {"deepseek_v3", "gpt_oss-mxfp4", "mixtral", "qwen3_5_moe_text"}
-NAMES = [
-    name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow)
-    for name in sorted(FAMILIES.keys() | PUBLISHED.keys())
-]
-
-
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=sorted(FAMILIES.keys() | PUBLISHED.keys()))
 def case(request, tmp_path_factory):
     """(our model, the reference)."""
     directory = tmp_path_factory.mktemp(request.param)

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from seqmoe_jax.forecast import plain
+from seqmoe_jax.forecast.by_rows import ByRows, by_rows
 from seqmoe_jax.forecast.config import PredictorConfig, Retention
 from seqmoe_jax.forecast.data import prepare
 from seqmoe_jax.forecast.features import token_table
@@ -27,6 +28,20 @@ def make(inputs, echo=8):
     )  # fmt: skip
     weights = Predictor(config, rngs=nnx.Rngs(0)).weights() | {"token_table": jnp.asarray(TABLE)}
     return config, weights
+
+
+def test_weights_stored_by_rows_forecast_the_same():
+    config, weights = make("activations+token")
+    stored = by_rows(weights)
+    assert isinstance(stored["blocks"][0]["in_proj"], ByRows)
+    state = plain.init_state(config, 2)
+    features = jax.random.uniform(jax.random.key(1), (2, config.keys))
+    tokens = jnp.array([3, -1])
+    ours, expected = STEP(config, stored, state, features, tokens), STEP(config, weights, state, features, tokens)
+    ours += (plain.refine(config, stored, ours[0], features), plain.rollout(config, stored, ours[0], 3))
+    expected += (plain.refine(config, weights, expected[0], features), plain.rollout(config, weights, expected[0], 3))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=1e-5)
 
 
 @pytest.mark.parametrize(("inputs", "echo"), [("activations", 0), ("activations+token", 0), ("activations+token", 8)])
@@ -87,6 +102,15 @@ def test_rollout_starts_with_the_one_step_forecast_and_feeds_itself_back():
 def test_the_graph_is_made_without_weights():
     config, _ = make("activations")
     assert graph_of(config) is graph_of(config)
+
+
+@pytest.mark.parametrize(("experts", "active"), [(6, 2), (32, 4), (128, 8), (4, 4)])
+def test_odds_begin_where_knowing_nothing_means_k_of_e(experts, active):
+    config = PredictorConfig(model="m", layers=2, experts=experts, active=active, width=16, head=8, blocks=1, echo=0,
+                             inputs="activations")  # fmt: skip
+    weights = Predictor(config, rngs=nnx.Rngs(0)).weights()
+    sums = jax.nn.sigmoid(membership(weights, jnp.zeros((2, experts)))).sum(-1)
+    np.testing.assert_allclose(sums, min(active, 0.9 * experts), rtol=1e-4)
 
 
 def test_prefill_is_as_many_steps():

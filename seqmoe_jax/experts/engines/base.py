@@ -17,7 +17,7 @@ from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.link import Link
 
 ENGINES: dict[str, str] = {
-    "auto": "what measured best so far, which is none: see docs/benchmarks.md",
+    "auto": "dma with the kernels for CUDA GPUs, else none: what measured best (docs/benchmarks.md)",
     "none": "nothing is prefetched; a missing expert is loaded when its layer runs",
     "device_put": "asynchronous jax.device_put into staging arrays; plans are read from the steps' outputs",
     "callback": "the same, plans delivered by a JAX host callback from inside the step",
@@ -117,7 +117,7 @@ def resolve_engine(name: str, implementation: Implementation) -> str:
     """What "auto" means with these kernels. Raises `ConfigError` for an engine that they do not serve."""
     check_engine(name)
     if name == "auto":
-        return "none"
+        return "dma" if implementation == "gpu" else "none"
     if name == "dma" and implementation != "gpu":
         raise ConfigError(f"the dma engine needs the kernels for CUDA GPUs, not {implementation!r}; use device_put")
     return name
