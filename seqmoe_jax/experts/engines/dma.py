@@ -8,6 +8,7 @@ knows nothing of these writes: they go to slots in FETCH only, which no kernel r
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
