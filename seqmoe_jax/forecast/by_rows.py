@@ -46,7 +46,14 @@ class ByRows:
 
 def by_rows(weights: dict[str, Any]) -> dict[str, Any]:
     """The predictor's plain pytree with every matrix that vectors are multiplied by stored by rows."""
-    tables = {"token_embed", "token_table", "conv", "odds_scale", "odds_bias", "popularity"}  # two dimensions, but no such matrix
+    tables = {
+        "token_embed",
+        "token_table",
+        "conv",
+        "odds_scale",
+        "odds_bias",
+        "popularity",
+    }  # two dimensions, but no such matrix
 
     def convert(name: str, value: Any) -> Any:
         if name == "blocks":
