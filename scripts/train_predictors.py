@@ -31,6 +31,7 @@ except Exception as error:
 
 from seqmoe_jax.forecast import plain, store
 from seqmoe_jax.forecast.baselines import baselines
+from seqmoe_jax.forecast.by_rows import by_rows
 from seqmoe_jax.forecast.config import PredictorConfig, Retention
 from seqmoe_jax.forecast.data import Steps, divide, prepare, shuffle_steps
 from seqmoe_jax.forecast.evaluate import evaluate_baseline, evaluate_predictor, table
@@ -167,7 +168,8 @@ class Trainer:
 
 def measure(config: PredictorConfig, weights: dict[str, Any], tokens: np.ndarray) -> dict[str, float]:
     """Microseconds of one step, alone, with a refinement, and with a rollout of 8, bfloat16, one sequence."""
-    weights = jax.tree.map(lambda value: value.astype(jnp.bfloat16), weights) | {"token_table": jnp.asarray(tokens)}
+    weights = by_rows(jax.tree.map(lambda value: value.astype(jnp.bfloat16), weights))
+    weights |= {"token_table": jnp.asarray(tokens)}
     count = 300 if jax.default_backend() != "cpu" else 3
 
     def loop(weights: Any, state: Any, features: Any, extra: str) -> Any:

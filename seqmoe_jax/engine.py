@@ -6,7 +6,6 @@ All device state lives here; the programs are pure and live in `decode` and `pre
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -20,52 +19,25 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.backend import Implementation, resolve
-from pallas_kernels.plan_tasks import PlanConfig
-from seqmoe_jax.decode import (
-    RUNNING,
-    Offload,
-    Replay,
-    Sequences,
-    StepConfig,
-    StepOutput,
-    jitted_step,
-)
-from seqmoe_jax.errors import ConfigError, PromptError, ResidencyError
-from seqmoe_jax.experts.cache import (
-    HITS,
-    MISSES,
-    PINNED,
-    ROUTED,
-    CacheConfig,
-    empty_cache,
-    keep,
-    rescore,
-    settled,
-)
-from seqmoe_jax.experts.engines import make_engine
-from seqmoe_jax.experts.engines.base import (
-    EngineConfig,
-    Moved,
-    TransferEngine,
-    check_engine,
-    resolve_engine,
-    typical_transfer_cost,
-)
+from seqmoe_jax.decode import RUNNING, Offload, Replay, Sequences, StepConfig, StepOutput, jitted_step
+from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.experts.cache import PINNED, CacheConfig, empty_cache, keep, rescore, settled
+from seqmoe_jax.experts.engines import make_transfers
+from seqmoe_jax.experts.engines.base import Moved
 from seqmoe_jax.experts.policy import Policy, check_policy, rule_of
 from seqmoe_jax.forecast import plain
 from seqmoe_jax.loaded import Model as Model
 from seqmoe_jax.loaded import Predictor as Predictor
 from seqmoe_jax.models.fused import DecodeKernels, unfit
 from seqmoe_jax.models.weights import ModelWeights
-from seqmoe_jax.planning import DEFAULT_CONTEXT, MAX_BATCH, Plan, Residency, least_slots, make_plan
+from seqmoe_jax.planning import DEFAULT_CONTEXT, Plan, Residency, least_slots, make_plan
 from seqmoe_jax.prefill import first_token
-from seqmoe_jax.prompts import PromptReader, ReadPrompts, capacity_of
+from seqmoe_jax.prompts import KeptRouting, PromptReader, ReadPrompts, capacity_of, check_prompts
 from seqmoe_jax.sampling import SamplingConfig, SamplingParams
 from seqmoe_jax.stats import Counts, Stats
 
 log = logging.getLogger("seqmoe_jax")
 
-TASKS = (3, 16)  # prefetch tasks open at a time, at least and at most; each takes a slot from the cache
 THRESHOLD = 0.2  # least probability of a task; chosen in simulation (`traces.settings`)
 RUN_AHEAD = 4  # steps dispatched before the oldest one's tokens are read; hides the host from the device
 
@@ -155,7 +127,10 @@ class TokenEngine:
         self.predictor = predictor if self.policy == "seqmoe" and not everything else None
         self.replay = replay
         self._refine = refine
-        self._plan_config, self._transfers = self._make_transfers(transfers, scheduler, tasks, threshold)
+        self._plan_config, self._transfers = make_transfers(
+            transfers, model.pools, self.device, self.config, predicted=self.predictor is not None,
+            needed=spec.moe.top_k * max_batch, scheduler=scheduler, tasks=tasks, threshold=threshold,
+        )  # fmt: skip
         if self._plan_config is not None:
             self.config = replace(self.config, tasks=self._plan_config.tasks)
         self._programs: dict[Any, Any] = {}
@@ -199,31 +174,7 @@ class TokenEngine:
         if self._transfers is not None:
             self._transfers.close()
             self._transfers = None
-
-    def _make_transfers(
-        self, name: str, scheduler: str, tasks: int | None, threshold: float
-    ) -> tuple[PlanConfig | None, TransferEngine | None]:
-        """The planning and the engine that this model, policy and backend allow."""
-        check_engine(name)
-        if self.predictor is None:
-            if name not in ("auto", "none") and self.plan.slots < self.model.spec.num_keys:
-                raise ConfigError(f"transfers {name!r} need policy seqmoe and a predictor; load with predictor=...")
-            return None, None
-        name = resolve_engine(name, self.config.implementation)
-        if name == "none":
-            return None, None
-        active = self.model.spec.moe.top_k
-        if tasks is None:
-            fit = self.config.layers / typical_transfer_cost(self.config.layout.block_bytes)
-            tasks = min(max(math.ceil(fit) + 1, TASKS[0]), TASKS[1])
-        plan = PlanConfig(
-            layers=self.config.layers, experts=self.config.experts, tasks=tasks, threshold=threshold,
-            keep=min(2 * active * self.max_batch, self.config.experts),
-        )  # fmt: skip
-        config = EngineConfig(
-            plan=plan, expert_bytes=self.config.layout.block_bytes, slots=self.plan.slots, scheduler=scheduler
-        )
-        return plan, make_engine(name, self.model.pools, self.device, config)
+        self._reader.close()
 
     def run(
         self,
@@ -262,21 +213,11 @@ class TokenEngine:
         self.check(sequences, just_one)
         batch = 1 << (len(sequences) - 1).bit_length()
         capacity = capacity_of([*map(len, sequences)], just_one, batch)
-        layers, active = len(self.model.spec.moe_layers), self.model.spec.moe.top_k
-        ids = [np.zeros((len(tokens), layers, active), np.int32) for tokens in sequences]
-        weights = [np.zeros(array.shape, np.float32) for array in ids]
-
-        def keep_routing(start: int, *routing: Array) -> None:
-            pass_ids, pass_weights = jax.device_get(routing)
-            for row, tokens in enumerate(sequences):
-                size = max(0, min(pass_ids.shape[2], len(tokens) - start))
-                ids[row][start : start + size] = pass_ids[:, row, :size].swapaxes(0, 1)
-                weights[row][start : start + size] = pass_weights[:, row, :size].swapaxes(0, 1)
-
+        kept = KeptRouting(self.model.spec, [*map(len, sequences)])
         with self._lock:
             self._begin(batch)
-            self._reader.read(sequences, batch, capacity, just_one, self._offload, self._hold, keep_routing)
-        return list(zip(ids, weights, strict=True))
+            self._reader.read(sequences, batch, capacity, just_one, self._offload, self._hold, kept)
+        return kept.by_sequence
 
     def _new_offload(self) -> Offload:
         """An empty cache, or one that holds what its policy keeps from the start."""
@@ -297,28 +238,7 @@ class TokenEngine:
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> None:
         """Raises what `run` would for these prompts and lengths."""
-        spec = self.model.spec
-        if not 1 <= len(prompts) <= MAX_BATCH:
-            raise PromptError(f"expected 1 to {MAX_BATCH} prompts at once, got {len(prompts)}")
-        least = least_slots(spec, len(prompts))
-        if self.plan.slots < least:
-            raise ResidencyError(
-                f"{len(prompts)} sequences with K={spec.moe.top_k} need {least} slots, this engine has "
-                f"{self.plan.slots}; load with a higher residency or give fewer prompts"
-            )
-        for index, (prompt, new) in enumerate(zip(prompts, max_new_tokens, strict=True)):
-            if new < 1:
-                raise PromptError(f"max_new_tokens must be at least 1, got {new}")
-            if not prompt:
-                raise PromptError(f"prompt {index} is empty: give at least one token")
-            if len(prompt) + new > self.context:
-                more = f" or load with a context of up to {spec.context}" if self.context < spec.context else ""
-                raise PromptError(
-                    f"prompt {index} has {len(prompt)} tokens and {new} new ones were asked for, "
-                    f"but the context is {self.context}; shorten the prompt, lower max_new_tokens{more}"
-                )
-            if not all(0 <= token < spec.vocab for token in prompt):
-                raise PromptError(f"prompt {index} has a token id outside the vocabulary of {spec.vocab}")
+        check_prompts(prompts, max_new_tokens, self.model.spec, slots=self.plan.slots, context=self.context)
 
     def _run(
         self,
@@ -345,21 +265,7 @@ class TokenEngine:
             kernels=self.config.implementation,
         )
 
-        before_moved = self._transfers.moved() if self._transfers is not None else Moved()
-
-        def finish() -> None:
-            total = prefill.total + decode.total
-            moved = self._transfers.moved() if self._transfers is not None else Moved()
-            stats.experts_awaited = int(decode.total[ROUTED] - decode.total[HITS] - decode.total[MISSES])
-            stats.experts_streamed = read.streamed
-            stats.experts_prefetched = moved.landed - before_moved.landed
-            stats.hit_rate, stats.prefill_hit_rate = decode.hit_rate, prefill.hit_rate
-            stats.experts_routed, stats.experts_loaded = int(total[ROUTED]), int(total[MISSES])
-            stats.experts_loaded_decoding = int(decode.total[MISSES])
-            block, ahead = self.config.layout.block_bytes, moved.bytes - before_moved.bytes
-            stats.bytes_moved = (stats.experts_loaded + stats.experts_streamed) * block + ahead
-            stats.bytes_moved_decoding = stats.experts_loaded_decoding * block + ahead
-            stats.compile_s = self._compile_s
+        before = self._moved()
 
         capacity = capacity_of([*map(len, prompts)], max_new_tokens, batch)
         sequences, first, read = self._prefill(prompts, batch, capacity, max_new_tokens, params, ends, config)
@@ -393,7 +299,12 @@ class TokenEngine:
             yield from events(first, prefill)
             if not any(alive):
                 return
-            decode_started, pending, dispatched, before = time.perf_counter(), deque[StepOutput](), 1, stats.new_tokens
+            decode_started, pending, dispatched, first_new = (
+                time.perf_counter(),
+                deque[StepOutput](),
+                1,
+                stats.new_tokens,
+            )
             while any(alive):
                 while len(pending) < run_ahead and dispatched < max(max_new_tokens):
                     link = None if engine is None else engine.link()
@@ -410,11 +321,16 @@ class TokenEngine:
                     engine.tell(oldest.tasks, oldest.clock)
                 yield from events(oldest, decode)
                 elapsed = time.perf_counter() - decode_started
-                stats.tokens_per_second = (stats.new_tokens - before) / elapsed
+                stats.tokens_per_second = (stats.new_tokens - first_new) / elapsed
         finally:
             if engine is not None:
                 engine.pause()
-            finish()
+            stats.compile_s = self._compile_s
+            stats.count(prefill, decode, read.streamed, self._moved().since(before), self.config.layout.block_bytes)
+
+    def _moved(self) -> Moved:
+        """What the transfer engine has done so far."""
+        return self._transfers.moved() if self._transfers is not None else Moved()
 
     def _step_config(self, greedy: bool) -> StepConfig:
         config, predictor, engine = self.config, self.predictor, self._transfers

@@ -79,9 +79,11 @@ def load_model(
 def load_predictor(directory: Path, beside: Array, *, stem: str = "predictor") -> Predictor:
     """A predictor into the device memory that the array `beside` lies in, matrices in that array's dtype."""
     from seqmoe_jax.forecast import store
+    from seqmoe_jax.forecast.by_rows import by_rows
 
     config, weights = store.load(directory, stem=stem, dtype=beside.dtype)
-    return Predictor(config=config, weights=jax.device_put(weights, next(iter(beside.devices()))), name=directory.name)
+    weights = by_rows(jax.device_put(weights, next(iter(beside.devices()))))
+    return Predictor(config=config, weights=weights, name=directory.name)
 
 
 def find_and_load_predictor(choice: str | Path, model: Model, *, trained_on: str | None = None) -> Predictor | None:

@@ -12,12 +12,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from seqmoe_jax.decode import Offload, Replay, Sequences, empty_sequences
+from seqmoe_jax.errors import PromptError, ResidencyError
 from seqmoe_jax.experts.cache import CacheConfig
 from seqmoe_jax.experts.policy import Policy, prompt_rule_of
 from seqmoe_jax.experts.prompt import Tally
-from seqmoe_jax.experts.streaming import Arrivals, Group, Popularity, Sender, choose_groups, group_size
+from seqmoe_jax.experts.streaming import Arrivals, Group, Popularity, Sender, choose_groups, group_size, make_sender
 from seqmoe_jax.loaded import Model, Predictor
-from seqmoe_jax.planning import kv_capacity
+from seqmoe_jax.models.spec import ModelSpec
+from seqmoe_jax.planning import MAX_BATCH, kv_capacity, least_slots
 from seqmoe_jax.prefill import (
     PASS_CHUNKS,
     Stream,
@@ -72,6 +74,22 @@ class _Pass:
     key: tuple[int, ...]  # what the compiled programs depend on, beside the layer
 
 
+class KeptRouting:
+    """Watches a reading and keeps the experts and weights of every token, without the padding."""
+
+    def __init__(self, spec: ModelSpec, lengths: Sequence[int]):
+        shape = len(spec.moe_layers), spec.moe.top_k
+        self.by_sequence = [
+            (np.zeros((length, *shape), np.int32), np.zeros((length, *shape), np.float32)) for length in lengths
+        ]
+
+    def __call__(self, start: int, *routing: Array) -> None:
+        for kept, of_pass in zip(zip(*self.by_sequence, strict=True), jax.device_get(routing), strict=True):
+            for row, array in enumerate(kept):
+                size = max(0, min(of_pass.shape[2], len(array) - start))
+                array[start : start + size] = of_pass[:, row, :size].swapaxes(0, 1)
+
+
 class PromptReader:
     """Reads prompts into a model's sequences and slot cache. `stream` false: missing experts are loaded on demand."""
 
@@ -91,8 +109,10 @@ class PromptReader:
         self.predictor, self.replay = predictor, replay
         self._rule = prompt_rule_of(policy)
         self._compile = compile
-        self._sender = Sender(model.pools, device) if stream and config.managed else None
         self._group = group_size(config.layout, config.experts)
+        self._sender: Sender | None = None
+        if stream and config.managed and config.slots < config.layers * config.experts:
+            self._sender = make_sender(model.pools, device, self._group)
         profile = None if predictor is None else predictor.weights.get("popularity")
         self.popularity = Popularity(
             config.layers, config.experts, model.spec.moe.top_k, None if profile is None else np.asarray(profile)
@@ -158,6 +178,15 @@ class PromptReader:
                 keep(offload)
         sequences = sequences._replace(states=tuple(states))
         return ReadPrompts(sequences=sequences, last=last, tally=tally, pending=pending, streamed=streamed)
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    @property
+    def sender_name(self) -> str:
+        return "none" if self._sender is None else self._sender.name
 
     def observe(self, tokens_of: Int32[np.ndarray, "L E"], tokens: int) -> None:
         """Learns which experts prompts use, from one of `tokens` tokens that has been read."""
@@ -250,6 +279,33 @@ class PromptReader:
                 self._scalars.clear()
             self._scalars[value] = jax.device_put(np.int32(value), self.device)
         return self._scalars[value]
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int]], new: Sequence[int], spec: ModelSpec, *, slots: int, context: int
+) -> None:
+    """Raises `PromptError` or `ResidencyError` where these prompts, and `new` tokens after each, cannot be."""
+    if not 1 <= len(prompts) <= MAX_BATCH:
+        raise PromptError(f"expected 1 to {MAX_BATCH} prompts at once, got {len(prompts)}")
+    least = least_slots(spec, len(prompts))
+    if slots < least:
+        raise ResidencyError(
+            f"{len(prompts)} sequences with K={spec.moe.top_k} need {least} slots, this engine has {slots}; "
+            "load with a higher residency or give fewer prompts"
+        )
+    for index, (prompt, more) in enumerate(zip(prompts, new, strict=True)):
+        if more < 1:
+            raise PromptError(f"max_new_tokens must be at least 1, got {more}")
+        if not prompt:
+            raise PromptError(f"prompt {index} is empty: give at least one token")
+        if len(prompt) + more > context:
+            longer = f" or load with a context of up to {spec.context}" if context < spec.context else ""
+            raise PromptError(
+                f"prompt {index} has {len(prompt)} tokens and {more} new ones were asked for, "
+                f"but the context is {context}; shorten the prompt, lower max_new_tokens{longer}"
+            )
+        if not all(0 <= token < spec.vocab for token in prompt):
+            raise PromptError(f"prompt {index} has a token id outside the vocabulary of {spec.vocab}")
 
 
 def _cut(

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from seqmoe_jax.experts.cache import HITS, ROUTED
+from seqmoe_jax.experts.cache import HITS, MISSES, ROUTED
+from seqmoe_jax.experts.engines.base import Moved
 
 
 @dataclass(kw_only=True)
@@ -45,6 +46,18 @@ class Stats:
     transfers: str = "none"
     backend: str = ""
     kernels: str = ""
+
+    def count(self, prefill: Counts, decode: Counts, streamed: int, moved: Moved, block: int) -> None:
+        """Sets what follows from the counts of both phases, the experts `streamed` to the prompt, and what a transfer
+        engine `moved`. `block`: bytes of an expert."""
+        total = prefill.total + decode.total
+        self.hit_rate, self.prefill_hit_rate = decode.hit_rate, prefill.hit_rate
+        self.experts_routed, self.experts_loaded = int(total[ROUTED]), int(total[MISSES])
+        self.experts_loaded_decoding = int(decode.total[MISSES])
+        self.experts_awaited = int(decode.total[ROUTED] - decode.total[HITS] - decode.total[MISSES])
+        self.experts_streamed, self.experts_prefetched = streamed, moved.landed
+        self.bytes_moved = (self.experts_loaded + streamed) * block + moved.bytes
+        self.bytes_moved_decoding = self.experts_loaded_decoding * block + moved.bytes
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from seqmoe_jax.forecast import plain
+from seqmoe_jax.forecast.by_rows import ByRows, by_rows
 from seqmoe_jax.forecast.config import PredictorConfig, Retention
 from seqmoe_jax.forecast.data import prepare
 from seqmoe_jax.forecast.features import token_table
@@ -27,6 +28,20 @@ def make(inputs, echo=8):
     )  # fmt: skip
     weights = Predictor(config, rngs=nnx.Rngs(0)).weights() | {"token_table": jnp.asarray(TABLE)}
     return config, weights
+
+
+def test_weights_stored_by_rows_forecast_the_same():
+    config, weights = make("activations+token")
+    stored = by_rows(weights)
+    assert isinstance(stored["blocks"][0]["in_proj"], ByRows)
+    state = plain.init_state(config, 2)
+    features = jax.random.uniform(jax.random.key(1), (2, config.keys))
+    tokens = jnp.array([3, -1])
+    ours, expected = STEP(config, stored, state, features, tokens), STEP(config, weights, state, features, tokens)
+    ours += (plain.refine(config, stored, ours[0], features), plain.rollout(config, stored, ours[0], 3))
+    expected += (plain.refine(config, weights, expected[0], features), plain.rollout(config, weights, expected[0], 3))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=1e-5)
 
 
 @pytest.mark.parametrize(("inputs", "echo"), [("activations", 0), ("activations+token", 0), ("activations+token", 8)])

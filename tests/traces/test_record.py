@@ -39,10 +39,10 @@ def test_the_replay_routes_as_decoding_did(monkeypatch):
     decoded: dict[int, np.ndarray] = {}
     honest = cache.bring_in
 
-    def listening(slots, pool, ids, layer, config, transfers=None):
+    def listening(slots, pool, ids, layer, config, *rest, **options):
         if isinstance(layer, int):  # decoding; prefill traces one program for all layers
-            jax.debug.callback(lambda clock, now: decoded.update({int(clock): np.array(now)}), slots.clock, ids)
-        return honest(slots, pool, ids, layer, config, transfers)
+            jax.debug.callback(lambda clock, now: decoded.update({int(clock): np.array(now)}), slots.clock + layer, ids)
+        return honest(slots, pool, ids, layer, config, *rest, **options)
 
     monkeypatch.setattr(cache, "bring_in", listening)
     monkeypatch.setattr("seqmoe_jax.prefill.CHUNK", 32)  # several chunks of prefill

@@ -58,6 +58,10 @@ class Moved:
     late: int = 0
     bytes: int = 0
 
+    def since(self, before: Moved) -> Moved:
+        """What was done after `before`."""
+        return Moved(**{name: value - getattr(before, name) for name, value in vars(self).items()})
+
 
 @runtime_checkable
 class TransferEngine(Protocol):

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.experts.cuda import CopyStream
 from seqmoe_jax.experts.engines.base import EngineConfig, Faults, Moved, pinned, typical_transfer_cost
 from seqmoe_jax.experts.link import Link
 from seqmoe_jax.prefetch.compiled import address_of
@@ -49,8 +49,8 @@ class Dma:
     ):
         self.config, self._pools, self._device = config, pools, device
         plan = config.plan
-        self._driver = None if calls is not None else _Driver(device)
-        self._functions = (calls or self._driver.calls).addresses()  # type: ignore[union-attr]  # one of them is there
+        self._driver = None if calls is not None else CopyStream(device, events=2)
+        self._functions = (calls or _calls_of(self._driver)).addresses()  # type: ignore[arg-type]  # one of them is there
         self._board, self._board_view = pinned(np.zeros(plan.board_words, np.int32), device)
         self._progress, self._progress_view = pinned(np.full(16, -1, np.int32), device)
         self._letters, self._letters_view = pinned(np.zeros(LETTERS, np.int32), device)
@@ -195,48 +195,8 @@ def wake_promptly() -> None:
         prctl(set_timer_slack, ctypes.c_ulong(nanoseconds))
 
 
-class _Driver:
-    """The few calls of the CUDA driver that the worker makes, by ctypes: no toolkit is needed."""
-
-    def __init__(self, device: jax.Device):
-        try:
-            cuda = self._cuda = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise ConfigError(f"the dma engine needs the CUDA driver: {error}; use device_put") from error
-        handle = ctypes.c_void_p
-        self._context = handle()
-        ordinal = getattr(device, "local_hardware_id", None) or 0
-        self._ordinal = ordinal
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), ordinal)
-        self.enter()
-        stream = handle()
-        self._call("cuStreamCreate", ctypes.byref(stream), 1)  # 1: does not wait for the default stream
-        self.stream = int(stream.value or 0)
-        events = []
-        for _ in range(2):
-            event = handle()
-            self._call("cuEventCreate", ctypes.byref(event), 2)  # 2: without timing
-            events.append(int(event.value or 0))
-        self.events = np.array(events, np.int64)
-        names = ("cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuEventQuery")
-        copy, record, query = (address_of(getattr(cuda, name)) for name in names)
-        self.calls = Calls(copy=copy, record=record, query=query)
-
-    def enter(self) -> None:
-        """Makes JAX's context that of the calling thread."""
-        self._call("cuCtxSetCurrent", self._context)
-
-    def synchronize(self) -> None:
-        self.enter()
-        self._call("cuStreamSynchronize", ctypes.c_void_p(self.stream))
-
-    def close(self) -> None:
-        self._call("cuStreamDestroy_v2", ctypes.c_void_p(self.stream))
-        for event in self.events:
-            self._call("cuEventDestroy_v2", ctypes.c_void_p(int(event)))
-        self._call("cuDevicePrimaryCtxRelease_v2", self._ordinal)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self._cuda, name)(*arguments)
-        if status != 0:
-            raise ConfigError(f"the dma engine cannot work here: {name} failed with status {status}; use device_put")
+def _calls_of(driver: CopyStream) -> Calls:
+    """What the worker calls of the CUDA driver."""
+    names = ("cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuEventQuery")
+    copy, record, query = (address_of(getattr(driver.library, name)) for name in names)
+    return Calls(copy=copy, record=record, query=query)
