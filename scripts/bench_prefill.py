@@ -2,8 +2,8 @@
 
     python scripts/bench_prefill.py qwen3-30b-a3b-fp8 --residencies 0.25 0.45 --lengths 512 2048 4096 --out prefill.json
 
-Each setting reads prompts of random tokens, all of one length, and generates two tokens. The first generation compiles;
-of the following ones the median counts, of a cache that stays warm between them. Random tokens through random weights
+Each setting reads prompts of random tokens, all of one length, and samples one token. The first reading compiles; of the
+following ones the median counts, of a cache that stays warm between them. Random tokens through random weights
 use nearly every expert of every layer, as long prompts of text do (paper 8.4).
 """
 
@@ -35,8 +35,8 @@ def bench(
 ) -> list[dict[str, Any]]:
     """One row per prompt length; all of one engine, so that the slots are warm."""
     rng, rows = np.random.default_rng(0), []
-    lengths = [min(length, model.spec.context - 2) for length in lengths]
-    context = max(lengths) + 2
+    lengths = [min(length, model.spec.context - 1) for length in lengths]
+    context = max(lengths) + 1
     engine = TokenEngine(
         model, policy=policy, residency=residency, max_batch=batch, context=context, stream_prompts=stream
     )
@@ -44,11 +44,11 @@ def bench(
         runs = []
         for _ in range(repeats + 1):
             prompts = [rng.integers(0, model.spec.vocab, length).tolist() for _ in range(batch)]
-            list(engine.run(prompts, max_new_tokens=2))
+            list(engine.run(prompts, max_new_tokens=1))
             runs.append(replace(engine.last_stats))
         compile_s, runs = runs[0].compile_s, runs[1:]
         times = [run.ttft_s for run in runs]
-        loaded = statistics.median(run.experts_loaded - run.experts_loaded_decoding for run in runs)
+        loaded = statistics.median(run.experts_loaded for run in runs)
         streamed, ttft = statistics.median(run.experts_streamed for run in runs), statistics.median(times)
         moved = (loaded + streamed) * engine.config.layout.block_bytes
         memory = jax.devices()[0].memory_stats() or {}

@@ -281,14 +281,15 @@ class TokenEngine:
                     stats.new_tokens += 1
                     yield TokenEvent(sequence=index, token=int(values[index]), end=end)
 
-        # Before the first token goes out, so that text is not held up right after it began.
         engine, predictor = self._transfers, None if self.predictor is None else self.predictor.weights
         constant = (self.model.weights, self.model.pools, params, ends)
-        step = self._program(
-            ("step", batch, capacity, config.greedy), "the decode step", jitted_step,
-            sequences, self._offload, *constant, None if engine is None else engine.link(), predictor, self.replay,
-            config=config,
-        )  # fmt: skip
+        if max(max_new_tokens) > 1:
+            # Before the first token goes out, so that text is not held up right after it began.
+            step = self._program(
+                ("step", batch, capacity, config.greedy), "the decode step", jitted_step,
+                sequences, self._offload, *constant, None if engine is None else engine.link(), predictor, self.replay,
+                config=config,
+            )  # fmt: skip
         run_ahead = RUN_AHEAD if engine is None else engine.run_ahead
         try:
             jax.block_until_ready(first.packed)

@@ -123,7 +123,7 @@ def test_likely_experts_are_sent_in_the_order_of_their_chance():
     chance = popularity.chance(8)
     assert 0 < chance[0, 0] < chance[0, 2] < chance[0, 5] < chance[0, 1] < chance[0, 4] < 1
     resident = np.array([[False, False, False, False, True, False]])
-    (groups,) = choose_groups(popularity.chance(12), resident, 2)
+    (groups,) = choose_groups(popularity.chance(40), resident, 2)
     order = [int(expert) for group in groups for expert in group.experts if expert >= 0]
     assert order == [1, 5]
     assert [group.count for group in choose_groups(popularity.chance(100), resident, 2)[0]] == [2, 2, 1]

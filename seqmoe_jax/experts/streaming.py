@@ -22,9 +22,10 @@ from seqmoe_jax.experts.engines.base import host_view
 GROUP_BYTES = 64 << 20  # of a group: large enough to hide what the host does for it, small beside the slots
 AHEAD = 2  # groups on their way while one computes
 STAGED = AHEAD + 1  # groups in device memory at a time
-# An expert is sent if it is at least as likely to be used. Prompts use fewer experts than independent tokens would: at
-# 0.5 short prompts of the demo model moved a tenth more bytes, and decoded no better.
-LIKELY = 0.8
+LIKELY = 0.8  # least probability of being used of an expert that is sent
+# The tokens of a text resemble each other: T of them use as many experts as T ** RESEMBLANCE independent ones would.
+# Measured on text of gpt-oss-20b, from 4 to 256 tokens: .63 to .78. Of what is sent for 8 or more, 82 to 92 % is used.
+RESEMBLANCE = 0.7
 PRIOR_TOKENS = 256.0  # tokens that what was known beforehand counts for
 
 
@@ -51,9 +52,9 @@ class Popularity:
         self._uses, self._tokens = self._uses + tokens_of, self._tokens + tokens
 
     def chance(self, tokens: int) -> Float[np.ndarray, "L E"]:
-        """The probability that at least one of `tokens` tokens uses an expert, were they independent."""
+        """The probability that at least one of `tokens` tokens of a text uses an expert."""
         share = np.clip(self._uses / self._tokens, 0.0, 1.0)
-        return 1.0 - (1.0 - share) ** tokens
+        return 1.0 - (1.0 - share) ** (tokens**RESEMBLANCE)
 
 
 @dataclass(frozen=True, kw_only=True)
