@@ -117,7 +117,8 @@ class PromptReader:
         self.popularity = Popularity(
             config.layers, config.experts, model.spec.moe.top_k, None if profile is None else np.asarray(profile)
         )
-        # Made once: a scalar takes as long to get to the device as a program to be dispatched.
+        # Layers and places in the prompt, made once: a scalar takes as long to get to the device as a program to be
+        # dispatched.
         self._scalars: dict[int, Array] = {}
         self._nothing_sent = jax.device_put(np.zeros(config.experts, bool), device)
 
@@ -165,7 +166,7 @@ class PromptReader:
                 self.model.weights.embed, ids, valid, self._scalar(start), device_lengths, offload.steps, self.replay,
                 spec=spec, dtype=dtype,
             )  # fmt: skip
-            seen = self._scalar(int(np.minimum(lengths, start + length)[real].sum()))
+            seen = jax.device_put(np.int32(np.minimum(lengths, start + length)[real].sum()), self.device)
             now = _Pass(
                 tokens=tokens, parts=parts, groups=groups, arrivals=arrivals, seen=seen, key=(batch, length, capacity)
             )
@@ -275,8 +276,6 @@ class PromptReader:
 
     def _scalar(self, value: int) -> Array:
         if value not in self._scalars:
-            if len(self._scalars) > 4096:
-                self._scalars.clear()
             self._scalars[value] = jax.device_put(np.int32(value), self.device)
         return self._scalars[value]
 

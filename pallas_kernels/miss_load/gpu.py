@@ -49,9 +49,10 @@ def miss_load_gpu(
     piece = min(config.piece_bytes // slots.dtype.itemsize, pl.next_power_of_2(length))
     pieces = pl.cdiv(length, piece)
     programs = min(config.programs, pieces)
+    each = pl.cdiv(pieces, programs)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
-        partial(_kernel, length=length, piece=piece, pieces_each=pl.cdiv(pieces, programs)),
+        partial(_kernel, length=length, piece=piece, pieces_each=each, exact=fits(length, piece, programs, each)),
         grid=(experts.shape[0], programs),
         out_shape=jax.ShapeDtypeStruct(slots.shape, slots.dtype),
         in_specs=[anywhere] * 4,
@@ -63,8 +64,22 @@ def miss_load_gpu(
     )(slots, pool, experts, dst)
 
 
+def fits(length: int, piece: int, programs: int, each: int) -> bool:
+    """Whether no piece reaches beyond the expert: then none needs a mask. Beyond it lies the next slot."""
+    return programs * each * piece == length
+
+
 def _kernel(
-    _slots: Any, pool: Any, experts: Any, dst: Any, slots: Any, *, length: int, piece: int, pieces_each: int
+    _slots: Any,
+    pool: Any,
+    experts: Any,
+    dst: Any,
+    slots: Any,
+    *,
+    length: int,
+    piece: int,
+    pieces_each: int,
+    exact: bool,
 ) -> None:
     miss, program = pl.program_id(0), pl.program_id(1)
     slot = dst[miss]
@@ -77,7 +92,7 @@ def _kernel(
             # Neighbouring programs read neighbouring pieces.
             start = (i * pl.num_programs(1) + program) * piece
             index = start + jnp.arange(piece, dtype=jnp.int32)
-            if length % piece == 0 and (length // piece) % pieces_each == 0:
+            if exact:
                 slots[slot, index] = pool[expert, index]
             else:
                 inside = index < length

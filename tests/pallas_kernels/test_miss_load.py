@@ -9,9 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from lowering import lower_for
 
 from pallas_kernels.miss_load import miss_load
+from pallas_kernels.miss_load.gpu import fits
 
 SLOTS, EXPERTS = 9, 6
 DTYPES = [jnp.bfloat16, jnp.float32, jnp.float16, jnp.uint8]
@@ -48,6 +51,26 @@ def test_missing_experts_and_nothing_else_are_copied(implementation, dtype, leng
             if slot >= 0:
                 slots[slot] = pool[expert]
         np.testing.assert_array_equal(np.asarray(actual), slots)
+
+
+@given(pieces=st.integers(1, 200), rest=st.integers(0, 1), programs=st.integers(1, 16))
+def test_a_copy_without_masks_never_reaches_the_next_slot(pieces, rest, programs):
+    piece = 64
+    length, programs = (pieces - 1) * piece + (piece, 1)[rest], min(programs, pieces)
+    each = -(-pieces // programs)
+    end = (programs * each) * piece  # behind the last piece of the last program
+    assert fits(length, piece, programs, each) == (end == length)
+    assert fits(length, piece, programs, each) or end > length
+
+
+@pytest.mark.parametrize("pieces", [12, 24])
+def test_pieces_that_programs_cannot_share_evenly_stay_inside_their_slot(pieces):
+    length = pieces * 8192  # 24 pieces are 16 programs of one or two
+    slots, pool = blocks(4, length, jnp.uint16), blocks(3, length, jnp.uint16)
+    load = jax.jit(partial(miss_load, implementation="gpu", interpret=True))
+    actual = np.asarray(load(slots, pool, ints([1, 2]), ints([2, 0])))
+    slots[2], slots[0] = pool[1], pool[2]
+    np.testing.assert_array_equal(actual, slots)
 
 
 def test_the_reference_writes_in_place_and_reads_single_rows():
