@@ -4,7 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.plan_tasks import CONFIDENCE, CONFIDENCE_UNIT, KEY
 from seqmoe_jax.engine import Predictor, TokenEngine
+from seqmoe_jax.experts.engines.device_put import DevicePut
 from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.forecast.forecaster import known_routing
 from seqmoe_jax.forecast.predictor import Predictor as Module
@@ -52,6 +54,29 @@ def test_forecast_rows_of_hashed_layers_are_what_the_next_step_routes(model, pre
         exact[routed[0]] = 1
         np.testing.assert_array_equal(forecast[0], exact)
         assert (not forecast[1].any()) == (predictor is None)  # of the other layer only a predictor says something
+
+
+def test_a_plan_for_the_coming_step_names_of_hashed_layers_what_it_routes_and_nothing_else(model, monkeypatch):
+    monkeypatch.setattr(DevicePut, "ahead", 1)  # as `dma` plans, which needs a GPU
+    engine = TokenEngine(model, residency=0.7, predictor=untrained(), transfers="device_put", threshold=0.01)
+    plans, tell = [], engine._transfers.tell
+
+    def listen(tasks, clock):
+        plans.append(np.array(tasks))
+        tell(tasks, clock)
+
+    monkeypatch.setattr(engine._transfers, "tell", listen)
+    tokens = [event.token for event in engine.run([PROMPT], max_new_tokens=NEW)]
+    engine.close()
+    [(ids, _)] = engine.routing([PROMPT + tokens])
+    planned = 0
+    # The step that processes new token i plans for that of i + 1; nothing comes after the last but one.
+    for plan, routed in zip(plans[: NEW - 2], ids[len(PROMPT) + 1 :], strict=False):
+        hashed = (plan[KEY] >= 0) & (plan[KEY] < 8 * HASHED) & (plan[CONFIDENCE] > 0)
+        assert set(plan[KEY, hashed]) <= set(routed[0])
+        assert (plan[CONFIDENCE, hashed] == CONFIDENCE_UNIT).all()
+        planned += hashed.sum()
+    assert planned > 0
 
 
 def test_only_sequences_that_go_on_count():
