@@ -2,8 +2,8 @@
 
     python scripts/bench_prefill.py qwen3-30b-a3b-fp8 --residencies 0.25 0.45 --lengths 512 2048 4096 --out prefill.json
 
-Each setting reads prompts of random tokens, all of one length, and samples one token. The first reading compiles; of the
-following ones the median counts, of a cache that stays warm between them. Random tokens through random weights
+Each setting reads prompts of random tokens, all of one length, and samples one token. The first reading compiles; of
+the following ones the median counts, of a cache that stays warm between them. Random tokens through random weights
 use nearly every expert of every layer, as long prompts of text do (paper 8.4).
 """
 

@@ -18,7 +18,8 @@ from seqmoe_jax.experts.policy import Policy, prompt_rule_of
 from seqmoe_jax.experts.prompt import Tally
 from seqmoe_jax.experts.streaming import Arrivals, Group, Popularity, Sender, choose_groups, group_size, make_sender
 from seqmoe_jax.loaded import Model, Predictor
-from seqmoe_jax.models.spec import ModelSpec
+from seqmoe_jax.models.spec import LayerSpec, ModelSpec
+from seqmoe_jax.models.weights import LayerWeights
 from seqmoe_jax.planning import MAX_BATCH, kv_capacity, least_slots
 from seqmoe_jax.prefill import (
     PASS_CHUNKS,
@@ -218,20 +219,22 @@ class PromptReader:
                 stream, states[index] = program(*args)
             if index not in spec.moe_layers:
                 continue
-            offload, tally, out, place = self._experts(stream, offload, tally, moe_index, now, keep)
-            for start, width in now.parts:
-                ending = stream, out, place, weights, self._scalar(start), at
-                program = self._compile(
-                    ("finish", layer, width, *now.key), f"the end of a layer for prompts of {width} tokens",
-                    finish_chunk, *ending, layer=layer, width=width,
-                )  # fmt: skip
-                stream = program(*ending)
+            stream, offload, tally = self._experts(stream, weights, layer, offload, tally, moe_index, now, keep)
             moe_index += 1
         return stream, states, offload, tally
 
     def _experts(
-        self, stream: Stream, offload: Offload, tally: Tally, moe_index: int, now: _Pass, keep: Keep
-    ) -> tuple[Offload, Tally, Array, Array]:
+        self,
+        stream: Stream,
+        weights: LayerWeights,
+        layer: LayerSpec,
+        offload: Offload,
+        tally: Tally,
+        moe_index: int,
+        now: _Pass,
+        keep: Keep,
+    ) -> tuple[Stream, Offload, Tally]:
+        """The second half of a MoE layer. Experts' outputs are large: none is kept when the next layer begins."""
         config, at, groups = self.config, self._scalar(moe_index), now.groups[moe_index]
         sent = self._nothing_sent
         if groups:
@@ -258,7 +261,14 @@ class PromptReader:
             offload = offload._replace(cache=cache)
             keep(offload)
             now.arrivals.computed(taken)
-        return offload, tally, out, blocks.place
+        for start, width in now.parts:
+            ending = stream, out, blocks.place, weights, self._scalar(start), at
+            program = self._compile(
+                ("finish", layer, width, *now.key), f"the end of a layer for prompts of {width} tokens",
+                finish_chunk, *ending, layer=layer, width=width,
+            )  # fmt: skip
+            stream = program(*ending)
+        return stream, offload, tally
 
     def _warm(self, offload: Offload, pending: Array, stream: Stream, now: _Pass) -> tuple[Offload, Array]:
         """The predictor reads the pass."""

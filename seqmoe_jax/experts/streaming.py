@@ -6,6 +6,7 @@ has run. Experts arrive in small groups of G in a staging area beside the slots,
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -16,11 +17,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
 from pallas_kernels.layout import ExpertLayout
+from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.cuda import CopyStream
 from seqmoe_jax.experts.engines.base import host_view
 
-GROUP_BYTES = 64 << 20  # of a group: large enough to hide what the host does for it, small beside the slots
-AHEAD = 2  # groups on their way while one computes
+log = logging.getLogger("seqmoe_jax")
+
+GROUP_BYTES = 48 << 20  # of a group: large enough to hide what the host does for it, small beside the slots
+AHEAD = 4  # groups on their way while one computes: the link goes on while a layer mixes and routes
 STAGED = AHEAD + 1  # groups in device memory at a time
 LIKELY = 0.8  # least probability of being used of an expert that is sent
 # The tokens of a text resemble each other: T of them use as many experts as T ** RESEMBLANCE independent ones would.
@@ -162,7 +166,12 @@ class CopySender:
 
 def make_sender(pools: tuple[Shaped[Array, "E n"], ...], device: jax.Device, size: int) -> Sender:
     """The fastest sender of groups of `size` experts that the device's backend has."""
-    return CopySender(pools, device, size) if device.platform == "gpu" else DevicePutSender(pools, device)
+    if device.platform == "gpu":
+        try:
+            return CopySender(pools, device, size)
+        except ConfigError as error:
+            log.warning("prompts: %s, which is what sends experts now", error)
+    return DevicePutSender(pools, device)
 
 
 class Arrivals:
