@@ -136,7 +136,7 @@ class TokenEngine:
         self._programs: dict[Any, Any] = {}
         self._reader = PromptReader(
             model, self.config, policy=self.policy, predictor=self.predictor, replay=replay, device=self.device,
-            compile=self._program, stream=stream_prompts,
+            stream=stream_prompts,
         )  # fmt: skip
         self._compile_s = 0.0
         self._lock = threading.Lock()
@@ -216,7 +216,7 @@ class TokenEngine:
         kept = KeptRouting(self.model.spec, [*map(len, sequences)])
         with self._lock:
             self._begin(batch)
-            self._reader.read(sequences, batch, capacity, just_one, self._offload, self._hold, kept)
+            self._reader.read(sequences, batch, capacity, just_one, self._offload, self._program, self._hold, kept)
         return kept.by_sequence
 
     def _new_offload(self) -> Offload:
@@ -375,7 +375,7 @@ class TokenEngine:
     ) -> tuple[Sequences, StepOutput, ReadPrompts]:
         """All prompts through all layers; samples the first new token of each."""
         self._begin(batch)
-        read = self._reader.read(prompts, batch, capacity, max_new_tokens, self._offload, self._hold)
+        read = self._reader.read(prompts, batch, capacity, max_new_tokens, self._offload, self._program, self._hold)
         if self.policy == "prefill-hot" and self.plan.slots < self.model.spec.num_keys:
             self._keep_most_used(np.asarray(read.tally.tokens_of))
         predictor = None if self.predictor is None else self.predictor.weights

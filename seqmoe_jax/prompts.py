@@ -72,6 +72,7 @@ class _Pass:
     groups: list[list[Group]]  # of experts, sent ahead for each MoE layer
     arrivals: Arrivals | None
     seen: Array  # tokens of the prompts up to its end
+    compile: Compile
     key: tuple[int, ...]  # what the compiled programs depend on, beside the layer
 
 
@@ -103,13 +104,11 @@ class PromptReader:
         predictor: Predictor | None,
         replay: Replay | None,
         device: jax.Device,
-        compile: Compile,
         stream: bool,
     ):
         self.model, self.config, self.device = model, config, device
         self.predictor, self.replay = predictor, replay
         self._rule = prompt_rule_of(policy)
-        self._compile = compile
         self._group = group_size(config.layout, config.experts)
         self._sender: Sender | None = None
         if stream and config.managed and config.slots < config.layers * config.experts:
@@ -130,12 +129,14 @@ class PromptReader:
         capacity: int,
         max_new_tokens: Sequence[int],
         offload: Offload,
+        compile: Compile,
         keep: Keep,
         watch: Watch | None = None,
     ) -> ReadPrompts:
         """All prompts through all layers, with room for what follows them.
 
-        Consumes `offload`; `keep` gets each new value at once, so that an interrupt finds what is valid. `watch` gets
+        Consumes `offload`; `compile` is given for the call alone, or the reader would keep its engine, and that its
+        device memory, alive. `keep` gets each new value at once, so that an interrupt finds what is valid. `watch` gets
         the position of each pass and its routing: nothing follows such a reading, so the predictor is left alone.
         """
         spec = self.model.spec
@@ -169,8 +170,9 @@ class PromptReader:
             )  # fmt: skip
             seen = jax.device_put(np.int32(np.minimum(lengths, start + length)[real].sum()), self.device)
             now = _Pass(
-                tokens=tokens, parts=parts, groups=groups, arrivals=arrivals, seen=seen, key=(batch, length, capacity)
-            )
+                tokens=tokens, parts=parts, groups=groups, arrivals=arrivals, seen=seen, key=(batch, length, capacity),
+                compile=compile,
+            )  # fmt: skip
             stream, states, offload, tally = self._layers(stream, states, offload, tally, now, keep)
             last = keep_last(last, stream.x, self._scalar(start), device_lengths)
             if watch is not None:
@@ -212,7 +214,7 @@ class PromptReader:
             at = self._scalar(moe_index)
             for start, width in now.parts:
                 args = stream, states[index], weights, now.tokens, self._scalar(start), at, self.replay
-                program = self._compile(
+                program = now.compile(
                     ("route", layer, width, *now.key), f"a layer for prompts of {width} tokens",
                     route_chunk, *args, layer=layer, width=width,
                 )  # fmt: skip
@@ -243,7 +245,7 @@ class PromptReader:
             sent = jax.device_put(mask, self.device)
         args = (offload.cache, offload.forecast, tally, stream.normed, stream.ids, sent, now.seen,
                 self.model.pools[moe_index], at)  # fmt: skip
-        program = self._compile(
+        program = now.compile(
             ("experts", *now.key[:2]), "the experts of a layer", begin_experts, *args, config=config, rule=self._rule
         )
         # The old cache is donated: what an interrupt finds must be the new one.
@@ -254,7 +256,7 @@ class PromptReader:
             assert now.arrivals is not None
             adding = (offload.cache, out, blocks, stream.normed, now.arrivals.next(),
                       jax.device_put(group.experts, self.device), tally.tokens_of, at)  # fmt: skip
-            program = self._compile(
+            program = now.compile(
                 ("streamed", *now.key[:2]), "the streamed experts of a layer", add_experts, *adding, config=config
             )
             cache, out, taken = program(*adding)
@@ -263,7 +265,7 @@ class PromptReader:
             now.arrivals.computed(taken)
         for start, width in now.parts:
             ending = stream, out, blocks.place, weights, self._scalar(start), at
-            program = self._compile(
+            program = now.compile(
                 ("finish", layer, width, *now.key), f"the end of a layer for prompts of {width} tokens",
                 finish_chunk, *ending, layer=layer, width=width,
             )  # fmt: skip
@@ -277,7 +279,7 @@ class PromptReader:
         for start, width in now.parts:
             args = (state, pending, self.predictor.weights, stream.ids, stream.weights, now.tokens, self._scalar(start),
                     self.replay)  # fmt: skip
-            program = self._compile(
+            program = now.compile(
                 ("warm", width, *now.key[:2]), f"the predictor for prompts of {width} tokens",
                 warm_predictor, *args, config=config, width=width,
             )  # fmt: skip

@@ -1,6 +1,8 @@
 """Reading prompts: experts streamed in groups give the tokens of full load, hot experts stay, the predictor is warm."""
 
 import ctypes
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -174,3 +176,16 @@ def test_copies_behind_the_back_of_xla_have_the_tokens_of_full_load(model, expec
         assert generate(engine) == expected
     assert stream.copies > engine.last_stats.experts_streamed > 0
     assert not stream.pending
+
+
+def test_an_engine_that_is_let_go_is_gone_at_once(model):
+    engine = TokenEngine(model, residency=0.7)
+    generate(engine)
+    engine.close()
+    alive = weakref.ref(engine)
+    gc.disable()  # device memory must not wait for the collector
+    try:
+        del engine
+        assert alive() is None
+    finally:
+        gc.enable()
