@@ -88,8 +88,8 @@ class TokenEngine:
         `refine` forecasts the running step anew at half of its layers. `replay` forces recorded routing on the model.
         `decode_kernels`: kernels for attention, routing and projections too, where the experts' are those for GPUs;
         False leaves them to XLA, which is slower (docs/benchmarks.md).
-        `stream_prompts`: what a prompt is likely to need is sent ahead of its layers, beside the slots. Off until it has
-        been measured on a GPU.
+        `stream_prompts`: what a prompt is likely to need is sent ahead of its layers, beside the slots. Off until it
+        has been measured on a GPU.
         `vocab`: the tokenizer's; ids beyond it are never generated. Default: every row of the output head may be.
         Raises `ResidencyError` or `ConfigError` where that cannot work.
         """

@@ -110,7 +110,7 @@ def make_plan(
     activation_dtype: np.dtype | type = np.float32,
     implementation: Implementation = "xla",
     forecast: int = 0,
-    stream: bool = True,
+    stream: bool = False,
 ) -> Plan:
     """Slots from a residency, from a budget in bytes, or from what the device has `available`.
 
