@@ -231,7 +231,7 @@ def load_data(trace: Trace, args: argparse.Namespace, session: Session) -> Train
         data[split + "-shuffled"] = prepare(shuffle_steps(held[split]), config, tokens)
     gpu = jax.default_backend() != "cpu"
     plan = Plan(batch=16, window=512, every=100, bfloat16=gpu)
-    recipe = Recipe(updates=800)
+    recipe = Recipe(updates=args.updates)
     if args.smoke:
         plan, recipe = plan._replace(batch=2, window=64, every=4, warmup=2), recipe._replace(updates=4)
     session.log(f"data ready: {whole.steps} steps, {config.token_rows} token rows, {jax.devices()[0].device_kind}")
@@ -341,6 +341,7 @@ def main() -> int:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=6.0, help="no training starts after nearly all of this")
+    parser.add_argument("--updates", type=int, default=800, help="of a run without a sweep before it (default: 800)")
     parser.add_argument("--sweep-share", type=float, default=0.3, help="share of the time for tuning")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="parts whose names begin so: sweep, "
                         "token, activations, latency, without, shuffled, baselines (default: all)")  # fmt: skip
