@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from seqmoe_jax.api import Engine
-from seqmoe_jax.engine import Model, TokenEngine
+from seqmoe_jax.engine import Model, Predictor, TokenEngine
 from seqmoe_jax.loading import random_model
 from seqmoe_jax.text import ByteTokenizer
 
@@ -42,3 +42,21 @@ def tiny_engine(*, seed: int = 0, **options: Any) -> Engine:
     """An engine over `tiny_model` that reads and writes bytes. `options` are those of `TokenEngine`."""
     model = tiny_model(seed=seed)
     return Engine(TokenEngine(model, **options), ByteTokenizer(vocab=model.spec.vocab), ends=())
+
+
+def untrained_predictor(model: Model) -> Predictor:
+    """A small predictor of the model's L, E and K, whose weights were never trained: its forecasts are noise."""
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from seqmoe_jax.forecast.config import PredictorConfig
+    from seqmoe_jax.forecast.predictor import Predictor as Module
+
+    spec = model.spec
+    config = PredictorConfig(
+        model=model.name, layers=len(spec.moe_layers), experts=spec.moe.experts, active=spec.moe.top_k,
+        width=32, head=16, columns=8, blocks=1, echo=16, vocabulary=spec.vocab, token_rows=70, token_width=8,
+        refine_width=16,
+    )  # fmt: skip
+    weights = Module(config, rngs=nnx.Rngs(0)).weights() | {"token_table": jnp.arange(spec.vocab) % 60}
+    return Predictor(config=config, weights=weights, name="untrained")

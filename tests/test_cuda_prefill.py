@@ -7,7 +7,8 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from test_cuda_program import TARGET
+
+from scripts.graph_report import H200
 
 pytestmark = pytest.mark.skipif(find_spec("jax_cuda12_plugin") is None, reason="no CUDA plugin")
 
@@ -64,7 +65,7 @@ print(begin, "=====", add, sep="\\n")
 def test_slots_and_outputs_are_updated_in_place_and_the_pool_is_read_where_it_is(slots, rule):
     environment = os.environ | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(slots), rule, TARGET],
+        [sys.executable, "-c", PROGRAM, str(slots), rule, H200],
         capture_output=True, text=True, env=environment, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -12,23 +12,9 @@ from importlib.util import find_spec
 
 import pytest
 
-pytestmark = pytest.mark.skipif(find_spec("jax_cuda12_plugin") is None, reason="no CUDA plugin")
+from scripts.graph_report import H200
 
-# What XLA asks of a device that is not there; sizes of an H200.
-TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 device_memory_size: 151397597184 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64 device_vendor: "NVIDIA Corporation"
-  device_address_bits: 64 name: "NVIDIA H200"
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
+pytestmark = pytest.mark.skipif(find_spec("jax_cuda12_plugin") is None, reason="no CUDA plugin")
 
 PROGRAM = """
 import sys
@@ -112,7 +98,7 @@ print(lowered.compile().as_text())
 def test_the_cuda_step_works_in_place_and_reads_the_pool_where_it_is(batch, dtype, transfers):
     environment = os.environ | {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(batch), dtype, TARGET, transfers],
+        [sys.executable, "-c", PROGRAM, str(batch), dtype, H200, transfers],
         capture_output=True, text=True, env=environment, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

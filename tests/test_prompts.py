@@ -5,17 +5,16 @@ import gc
 import weakref
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from seqmoe_jax.engine import Predictor, TokenEngine
+from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.experts.cuda import CopyStream
 from seqmoe_jax.experts.slots import check_invariants
 from seqmoe_jax.experts.streaming import CopySender, Popularity, choose_groups, group_size
-from seqmoe_jax.testing import tiny_model
+from seqmoe_jax.testing import tiny_model, untrained_predictor
 
-nnx = pytest.importorskip("flax.nnx")
+pytest.importorskip("flax.nnx")
 
 PROMPT = [(7 * i) % 250 for i in range(75)]
 NEW = 6
@@ -34,16 +33,8 @@ def small_passes_and_groups(monkeypatch, model):
 
 
 @pytest.fixture(scope="module")
-def predictor():
-    from seqmoe_jax.forecast.config import PredictorConfig
-    from seqmoe_jax.forecast.predictor import Predictor as Module
-
-    config = PredictorConfig(
-        model="tiny", layers=2, experts=8, active=2, width=32, head=16, columns=8, blocks=1, echo=16,
-        vocabulary=256, token_rows=70, token_width=8, refine_width=16,
-    )  # fmt: skip
-    weights = Module(config, rngs=nnx.Rngs(0)).weights() | {"token_table": jnp.arange(256) % 60}
-    return Predictor(config=config, weights=weights, name="untrained")
+def predictor(model):
+    return untrained_predictor(model)
 
 
 def generate(engine, prompts=(PROMPT,), new=NEW):

@@ -2,17 +2,16 @@
 
 import time
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from seqmoe_jax.engine import Predictor, TokenEngine
+from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.engines.base import Faults
 from seqmoe_jax.experts.slots import SlotState, check_invariants
-from seqmoe_jax.testing import tiny_model
+from seqmoe_jax.testing import tiny_model, untrained_predictor
 
-nnx = pytest.importorskip("flax.nnx")
+pytest.importorskip("flax.nnx")
 
 NEW = 60
 PROMPTS = [[1, 2, 3], list(range(40, 54))]
@@ -24,16 +23,8 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def predictor():
-    from seqmoe_jax.forecast.config import PredictorConfig
-    from seqmoe_jax.forecast.predictor import Predictor as Module
-
-    config = PredictorConfig(
-        model="tiny", layers=2, experts=8, active=2, width=32, head=16, columns=8, blocks=1, echo=16,
-        vocabulary=256, token_rows=70, token_width=8, refine_width=16,
-    )  # fmt: skip
-    weights = Module(config, rngs=nnx.Rngs(0)).weights() | {"token_table": jnp.arange(256) % 60}
-    return Predictor(config=config, weights=weights, name="untrained")
+def predictor(model):
+    return untrained_predictor(model)
 
 
 def generate(engine, prompts):

@@ -5,14 +5,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels.plan_tasks import CONFIDENCE, CONFIDENCE_UNIT, KEY
-from seqmoe_jax.engine import Predictor, TokenEngine
+from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.experts.engines.device_put import DevicePut
-from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.forecast.forecaster import known_routing
-from seqmoe_jax.forecast.predictor import Predictor as Module
 from seqmoe_jax.loading import random_model
+from seqmoe_jax.testing import untrained_predictor
 
-nnx = pytest.importorskip("flax.nnx")
+pytest.importorskip("flax.nnx")
 
 PROMPT, NEW, HASHED = [3, 1, 4, 1, 5], 20, 1
 # A DeepSeek-V4 of plain windows: one hash-routed layer, one routed by score.
@@ -29,19 +28,10 @@ def model():
     return random_model(CONFIG, name="tiny-v4")
 
 
-def untrained():
-    config = PredictorConfig(
-        model="tiny-v4", layers=2, experts=8, active=3, width=32, head=16, columns=8, blocks=1, echo=16,
-        vocabulary=256, token_rows=70, token_width=8, refine_width=16,
-    )  # fmt: skip
-    weights = Module(config, rngs=nnx.Rngs(0)).weights() | {"token_table": jnp.arange(256) % 60}
-    return Predictor(config=config, weights=weights, name="untrained")
-
-
 @pytest.mark.parametrize("predictor", [None, "untrained"])
 def test_forecast_rows_of_hashed_layers_are_what_the_next_step_routes(model, predictor, monkeypatch):
     monkeypatch.setattr("seqmoe_jax.engine.RUN_AHEAD", 1)  # so that the engine's state is that of the last token
-    engine = TokenEngine(model, residency=0.4, predictor=untrained() if predictor else None)
+    engine = TokenEngine(model, residency=0.4, predictor=untrained_predictor(model) if predictor else None)
     tokens, forecasts = [], []
     for event in engine.run([PROMPT], max_new_tokens=NEW):
         tokens.append(event.token)
@@ -58,7 +48,7 @@ def test_forecast_rows_of_hashed_layers_are_what_the_next_step_routes(model, pre
 
 def test_a_plan_for_the_coming_step_names_of_hashed_layers_what_it_routes_and_nothing_else(model, monkeypatch):
     monkeypatch.setattr(DevicePut, "ahead", 1)  # as `dma` plans, which needs a GPU
-    engine = TokenEngine(model, residency=0.7, predictor=untrained(), transfers="device_put", threshold=0.01)
+    engine = TokenEngine(model, residency=0.7, predictor=untrained_predictor(model), transfers="device_put", threshold=0.01)
     plans, tell = [], engine._transfers.tell
 
     def listen(tasks, clock):
