@@ -48,7 +48,9 @@ def test_forecast_rows_of_hashed_layers_are_what_the_next_step_routes(model, pre
 
 def test_a_plan_for_the_coming_step_names_of_hashed_layers_what_it_routes_and_nothing_else(model, monkeypatch):
     monkeypatch.setattr(DevicePut, "ahead", 1)  # as `dma` plans, which needs a GPU
-    engine = TokenEngine(model, residency=0.7, predictor=untrained_predictor(model), transfers="device_put", threshold=0.01)
+    engine = TokenEngine(
+        model, residency=0.7, predictor=untrained_predictor(model), transfers="device_put", threshold=0.01
+    )
     plans, tell = [], engine._transfers.tell
 
     def listen(tasks, clock):
