@@ -155,6 +155,8 @@ class Dma:
 
     def _forget_answers(self) -> None:
         """A new array of answers, all zero; the worker rests. Steps under way still read the old one."""
+        if self._driver is not None:
+            self._driver.synchronize()  # answers on their way still go to the old one, which may be freed from here on
         self._answers[:] = 0
         self._landed = jax.device_put(np.zeros(self.config.slots, np.int32), self._device).block_until_ready()
         self._post[0] = self._landed.unsafe_buffer_pointer()
