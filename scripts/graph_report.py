@@ -32,6 +32,7 @@ from seqmoe_jax.experts.cache import CacheConfig, empty_cache
 from seqmoe_jax.experts.link import Link
 from seqmoe_jax.experts.policy import rule_of
 from seqmoe_jax.forecast import plain, store
+from seqmoe_jax.forecast.by_rows import by_rows
 from seqmoe_jax.loading import random_weights
 from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.models.fused import DecodeKernels
@@ -110,7 +111,7 @@ def compiled_step(spec: ModelSpec, name: str, device: Any, args: argparse.Namesp
         loaded, arrays = store.load(args.predictor, dtype=BF16)
         loaded.check(layers=layers, experts=moe.experts, active=moe.top_k)
         predictor = loaded
-        weights_of_predictor = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, arrays))
+        weights_of_predictor = jax.eval_shape(lambda: by_rows(jax.tree.map(jnp.asarray, arrays)))
         state = jax.eval_shape(lambda: plain.init_state(loaded, args.batch, BF16))
         if options.get("transfers", "none") == "dma":
             keep = min(2 * moe.top_k * args.batch, moe.experts)
