@@ -1,6 +1,6 @@
 """How many CUDA graphs and how many single launches a decode step is: the program XLA makes of it, read thunk by thunk.
 
-    python scripts/graph_report.py qwen3-moe-24x32 --policies full lru evict dma [--decode-kernels] [--out graphs.json]
+    python scripts/graph_report.py --policies full lru evict dma [--no-decode-kernels] [--out graphs.json]
     python scripts/graph_report.py --dump DIR        # of a run with XLA_FLAGS=--xla_dump_to=DIR
 
 Compiles for the GPU that is there, or without one for an H200: that needs JAX's CUDA plugin (`pip install --no-deps
@@ -192,7 +192,7 @@ def main() -> None:
     add("--context", type=int, default=1024, help="positions of the keys and values")
     add("--layers", type=int, help="the preset with so many layers: compiling takes a second for each")
     add("--tasks", type=int, default=5, help="open prefetch tasks")
-    add("--decode-kernels", action="store_true")
+    add("--decode-kernels", action=argparse.BooleanOptionalAction, default=True)
     add("--dump", type=Path, help="read this dump instead of compiling")
     add("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()

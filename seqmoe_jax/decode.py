@@ -88,9 +88,9 @@ class StepConfig:
     channel: int | None = None  # of the engine that a host callback hands the plans to
 
     @property
-    def plans(self) -> int:
-        """Plans that a step makes."""
-        return 0 if self.plan is None else 1 if self.trigger is None or self.ahead > 1 else 2
+    def plans_midway(self) -> bool:
+        """Whether the running step is planned for anew at the trigger layer, not only the coming one at its end."""
+        return self.plan is not None and self.trigger is not None and self.ahead == 1
 
 
 class StepOutput(NamedTuple):
@@ -132,7 +132,7 @@ class _Planner:
 
     def __init__(self, config: StepConfig, link: Link | None, tags: Int32[Array, ""]):
         self.config, self.link, self.tags = config, link, tags
-        self.tasks: list[Int32[Array, "5 N"]] = []
+        self.tasks: Int32[Array, "5 N"] | None = None  # the last plan
 
     def follow(
         self, cache: SlotCache, forecast: Forecast, probability: Array | None, base: Array, first_layer: int
@@ -142,13 +142,12 @@ class _Planner:
         if probability is None or self.config.plan is None or self.link is None:
             return rescore(cache, key_score, first_layer * self.config.cache.experts)
         with jax.named_scope("plan"):
-            tables, self.tags, tasks = plan_tasks(
+            tables, self.tags, self.tasks = plan_tasks(
                 cache.tables, cache.open_slots, probability.reshape(-1), key_score, base=base, next_tag=self.tags,
                 transfer_layers=self.link.transfer_layers, first_layer=first_layer, config=self.config.plan,
                 board=self.link.board, implementation=self.config.cache.implementation,
             )  # fmt: skip
-        self.tasks.append(tasks)
-        return cache._replace(tables=tables, key_score=key_score, open_slots=tasks[SLOT])
+        return cache._replace(tables=tables, key_score=key_score, open_slots=self.tasks[SLOT])
 
 
 def forward(
@@ -215,7 +214,7 @@ def _layers(
                     forecast = offload.forecast.at[0, moe_index * experts :].set(
                         again.reshape(-1)[moe_index * experts :]
                     )
-                    cache = planner.follow(cache, forecast, again if config.plans == 2 else None, base, moe_index)
+                    cache = planner.follow(cache, forecast, again if config.plans_midway else None, base, moe_index)
             with jax.named_scope(f"layer{index}/moe"):
                 normed, mixing, ids, expert_weights = fused.route(x, sequences.token, active, w, layer, config.kernels)
                 if replay is not None:
@@ -308,8 +307,8 @@ def step(
         if probability is not None and config.ahead == 1:
             probability = known
     cache = planner.follow(cache, forecast, probability, cache.clock + (config.ahead - 1) * config.cache.layers, 0)
-    if planner.tasks and (link is None or link.board is None):
-        output = output._replace(tasks=planner.tasks[-1], clock=cache.clock)
+    if planner.tasks is not None and (link is None or link.board is None):
+        output = output._replace(tasks=planner.tasks, clock=cache.clock)
         if config.channel is not None:
             io_callback(partial(deliver, config.channel), None, output.tasks, output.clock)
     cache = cache._replace(key_score=key_score)

@@ -297,7 +297,7 @@ class TokenEngine:
             if engine is not None:
                 engine.start(self._offload.cache.blocks)
             stats.ttft_s = time.perf_counter() - started - self._compile_s
-            self._reader.observe(np.asarray(read.tally.tokens_of), stats.prompt_tokens)
+            self._reader.observe(read.tally, stats.prompt_tokens)
             yield from events(first, prefill)
             if not any(alive):
                 return

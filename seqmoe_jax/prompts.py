@@ -192,9 +192,10 @@ class PromptReader:
     def sender_name(self) -> str:
         return "none" if self._sender is None else self._sender.name
 
-    def observe(self, tokens_of: Int32[np.ndarray, "L E"], tokens: int) -> None:
-        """Learns which experts prompts use, from one of `tokens` tokens that has been read."""
-        self.popularity.observe(tokens_of, tokens)
+    def observe(self, tally: Tally, tokens: int) -> None:
+        """Learns which experts prompts use, from one of `tokens` tokens that has been read; if anybody will ask."""
+        if self._sender is not None:
+            self.popularity.observe(np.asarray(tally.tokens_of), tokens)
 
     def _choose(self, offload: Offload, tokens: int) -> list[list[Group]]:
         if self._sender is None:

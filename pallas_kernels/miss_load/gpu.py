@@ -52,7 +52,7 @@ def miss_load_gpu(
     each = pl.cdiv(pieces, programs)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
-        partial(_kernel, length=length, piece=piece, pieces_each=each, exact=fits(length, piece, programs, each)),
+        partial(_kernel, length=length, piece=piece, pieces_each=each, exact=programs * each * piece == length),
         grid=(experts.shape[0], programs),
         out_shape=jax.ShapeDtypeStruct(slots.shape, slots.dtype),
         in_specs=[anywhere] * 4,
@@ -62,11 +62,6 @@ def miss_load_gpu(
         interpret=interpret,
         name="miss_load",
     )(slots, pool, experts, dst)
-
-
-def fits(length: int, piece: int, programs: int, each: int) -> bool:
-    """Whether no piece reaches beyond the expert: then none needs a mask. Beyond it lies the next slot."""
-    return programs * each * piece == length
 
 
 def _kernel(
@@ -92,7 +87,7 @@ def _kernel(
             # Neighbouring programs read neighbouring pieces.
             start = (i * pl.num_programs(1) + program) * piece
             index = start + jnp.arange(piece, dtype=jnp.int32)
-            if exact:
+            if exact:  # no piece reaches beyond the expert, where the next slot lies
                 slots[slot, index] = pool[expert, index]
             else:
                 inside = index < length
