@@ -38,6 +38,7 @@ def _up_kernel(
     *,
     layout: ExpertLayout,
     config: Config,
+    inline: bool,
 ) -> None:
     """`up_rows` hidden values of one route."""
     hidden, width = layout.hidden, layout.width
@@ -53,11 +54,11 @@ def _up_kernel(
             for start in range(0, hidden, config.up_cols)
         ]
         loaded = [part.load(slots_ref, slot[None], None) for part in parts]
-        vectors = {part.col: part.vectors(x_ref, token[None], None) for part in parts if part.name == "gate"}
+        vectors = {part.col: part.vector(x_ref, token[None], None) for part in parts if part.name == "gate"}
         sums = {
             name: _sum_rows(
                 [
-                    part.times(bits, vectors[part.col], None, config.fp8)
+                    part.times(bits, vectors[part.col], None, mode=config.fp8, inline=inline)
                     for part, bits in zip(parts, loaded, strict=True)
                     if part.name == name
                 ]
@@ -85,6 +86,7 @@ def _down_kernel(
     *,
     layout: ExpertLayout,
     config: Config,
+    inline: bool,
 ) -> None:
     """`down_rows` outputs of one token, summed over its routes, which are one dimension of a tile."""
     hidden, width = layout.hidden, layout.width
@@ -103,7 +105,7 @@ def _down_kernel(
     ]
     loaded = [part.load(slots_ref, slots, active) for part in parts]
     products = [
-        part.times(bits, part.vectors(h_ref, routes, active), weights, config.fp8)
+        part.times(bits, part.vector(h_ref, routes, active), weights, mode=config.fp8, inline=inline)
         for part, bits in zip(parts, loaded, strict=True)
     ]
     value = _sum_rows(products)
@@ -126,7 +128,7 @@ def project_up(
     """Hidden values of every route; rows of inactive routes (id -1) are left as they are."""
     width = layout.width
     return pl.pallas_call(
-        functools.partial(_up_kernel, layout=layout, config=config),
+        functools.partial(_up_kernel, layout=layout, config=config, inline=not interpret),
         out_shape=jax.ShapeDtypeStruct((ids.shape[0], width), hidden_dtype(x)),
         grid=(ids.shape[0], pl.cdiv(width, config.up_rows)),
         compiler_params=plgpu.CompilerParams(num_warps=config.up_warps, num_stages=1),
@@ -149,7 +151,7 @@ def project_down(
     """Sums of every token's active routes."""
     hidden = layout.hidden
     return pl.pallas_call(
-        functools.partial(_down_kernel, layout=layout, config=config),
+        functools.partial(_down_kernel, layout=layout, config=config, inline=not interpret),
         out_shape=jax.ShapeDtypeStruct((batch, hidden), jnp.float32),
         grid=(batch, pl.cdiv(hidden, config.down_rows)),
         compiler_params=plgpu.CompilerParams(num_warps=config.down_warps, num_stages=1),
