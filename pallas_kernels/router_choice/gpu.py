@@ -28,16 +28,19 @@ def router_choice(
     eps: float = 0.0,
     scale: float = 1.0,
     rounded_to: jnp.dtype | None = None,
+    forced: tuple[Int32[Array, "T L K"], Float32[Array, "T L K"], Int32[Array, ""], int] | None = None,
     interpret: bool = False,
 ) -> tuple[Int32[Array, "B K"], Float32[Array, "B K"]]:
     """Experts of every token, best first, and their weights; experts are -1 for tokens that are not `active`.
 
     The arguments mean what they mean in `RouterSpec`: scores of the logits, chosen with and weighed without the
-    correction, normalised, scaled, and rounded through `rounded_to`.
+    correction, normalised, scaled, and rounded through `rounded_to`. `forced` (ids, weights, row, layer) replaces the
+    choice for benchmarks that replay routing, after it was made.
     """
     batch = logits.shape[0]
+    *recorded, layer = forced or (0,)
     kernel = partial(
-        _kernel, top_k=top_k, score=score, biased=bias is not None, corrected=correction is not None,
+        _kernel, layer=layer if forced else None, top_k=top_k, score=score, biased=bias is not None, corrected=correction is not None,
         normalize=normalize, eps=eps, scale=scale, rounded_to=rounded_to,
     )  # fmt: skip
     ids, weights = pl.pallas_call(
@@ -51,17 +54,18 @@ def router_choice(
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="router_choice",
-    )(logits, active.astype(jnp.int32), *(x for x in (bias, correction) if x is not None))
+    )(logits, active.astype(jnp.int32), *(x for x in (bias, correction) if x is not None), *recorded)
     return ids, weights
 
 
 def _kernel(
-    logits_ref: Any, active_ref: Any, *refs: Any, top_k: int, score: Score, biased: bool, corrected: bool,
+    logits_ref: Any, active_ref: Any, *refs: Any, layer: int | None, top_k: int, score: Score, biased: bool, corrected: bool,
     normalize: bool, eps: float, scale: float, rounded_to: jnp.dtype | None,
 ) -> None:  # fmt: skip
     rest = list(refs)
     bias_ref = rest.pop(0) if biased else None
     correction_ref = rest.pop(0) if corrected else None
+    recorded = [rest.pop(0) for _ in range(3)] if layer is not None else []
     ids_ref, weights_ref = rest
     b, experts = pl.program_id(0), logits_ref.shape[1]
     lanes = jnp.arange(pl.next_power_of_2(experts), dtype=jnp.int32)
@@ -103,6 +107,12 @@ def _kernel(
     chosen = chosen * scale
     if rounded_to is not None:
         chosen = chosen.astype(rounded_to).astype(jnp.float32)
+    if recorded:
+        # Depends on the choice, so that its work is done and timed.
+        forced_ids, forced_weights, row = recorded
+        at = row[...], jnp.int32(layer), jnp.where(real, places, 0)
+        ids = jnp.where(ids < experts, plgpu.load(forced_ids.at[at], mask=real, other=0), ids)
+        chosen = plgpu.load(forced_weights.at[at], mask=real, other=0.0)
     to = jnp.where(real, places, OUTSIDE)
     plgpu.store(ids_ref.at[b, to], jnp.where(active_ref[b] != 0, ids, -1), mask=real)
     plgpu.store(weights_ref.at[b, to], chosen, mask=real)

@@ -45,6 +45,19 @@ def test_it_chooses_and_weighs_as_the_router_does(kind, experts, top_k):
     np.testing.assert_allclose(shares, expected, rtol=1e-6)
 
 
+def test_recorded_routing_replaces_the_choice():
+    rng = np.random.default_rng(0)
+    ids = jnp.asarray(rng.integers(0, 8, (5, 2, 3)), jnp.int32)
+    weights = jnp.asarray(rng.uniform(size=(5, 2, 3)), jnp.float32)
+    logits = jnp.asarray(rng.normal(size=(2, 8)), jnp.float32)
+    found, shares = router_choice(
+        logits, jnp.array([True, False]), top_k=3, score="softmax", forced=(ids, weights, jnp.int32(4), 1),
+        interpret=True,
+    )  # fmt: skip
+    np.testing.assert_array_equal(found, [ids[4, 1], [-1, -1, -1]])
+    np.testing.assert_array_equal(shares, [weights[4, 1]] * 2)
+
+
 @pytest.mark.parametrize(("experts", "top_k"), [(32, 4), (128, 8), (512, 10)])
 def test_it_lowers_without_the_hardware(experts, top_k):
     logits = jax.ShapeDtypeStruct((4, experts), jnp.float32)
@@ -53,3 +66,7 @@ def test_it_lowers_without_the_hardware(experts, top_k):
         call = partial(router_choice, top_k=top_k, score=score, normalize=True, rounded_to=jnp.dtype(jnp.bfloat16))
         text = lower_for("cuda", lambda a, b, c, call=call: call(a, b, bias=c, correction=c), logits, active, extra)
         assert "router_choice" in text
+    recorded = (*(jax.ShapeDtypeStruct((9, 2, top_k), dtype) for dtype in (jnp.int32, jnp.float32)),
+                jax.ShapeDtypeStruct((), jnp.int32))  # fmt: skip
+    call = partial(router_choice, top_k=top_k, score="softmax")
+    lower_for("cuda", lambda a, b, *c: call(a, b, forced=(*c, 1)), logits, active, *recorded)
