@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from pallas_kernels.miss_load import miss_load
 from pallas_kernels.plan_tasks import SLOT, PlanConfig, plan_tasks
+from pallas_kernels.router_choice.config import Recorded
 from seqmoe_jax.experts.cache import CacheConfig, SlotCache, Transfers, all_hits, moe_decode, rescore
 from seqmoe_jax.experts.engines.channels import deliver
 from seqmoe_jax.experts.link import Link
@@ -216,9 +217,9 @@ def _layers(
                     )
                     cache = planner.follow(cache, forecast, again if config.plans_midway else None, base, moe_index)
             with jax.named_scope(f"layer{index}/moe"):
-                forced = None if replay is None else fused.Forced(replay.ids, replay.weights, replayed, moe_index)
+                recorded = None if replay is None else Recorded(replay.ids, replay.weights, replayed, moe_index)
                 normed, mixing, ids, expert_weights = fused.route(
-                    x, sequences.token, active, w, layer, config.kernels, forced
+                    x, sequences.token, active, w, layer, config.kernels, recorded
                 )
                 pool = pools[moe_index]
                 y, cache, new = moe_decode(normed, ids, expert_weights, cache, pool, moe_index, config.cache, transfers)

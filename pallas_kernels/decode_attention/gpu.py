@@ -113,12 +113,10 @@ def _shares_and_ahead(*refs: Any, fetching: bool, heads: Heads, config: Config, 
     ahead_ref = ins.pop() if fetching else None
     share = partial(_share_kernel, *ins, *outs, heads=heads, config=config, interpret=interpret)
     if ahead_ref is None:
-        return share()
-    batch, b = ins[0].shape[0], pl.program_id(2)
-
-    @pl.when(b < batch)
-    def _() -> None:
         share()
+        return
+    batch, b = ins[0].shape[0], pl.program_id(2)
+    pl.when(b < batch)(share)
 
     @pl.when(b >= batch)
     def _() -> None:

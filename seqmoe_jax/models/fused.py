@@ -7,7 +7,7 @@ the order of sums. Shapes as in `block`, with T = 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from pallas_kernels.backend import Implementation
 from pallas_kernels.decode_attention.config import Heads
 from pallas_kernels.matvec.config import MAX_BATCH
-from pallas_kernels.router_choice.config import MAX_CHOSEN, MAX_EXPERTS
+from pallas_kernels.router_choice.config import MAX_CHOSEN, MAX_EXPERTS, MAX_ROUTER_BYTES, Choice, Recorded
 from seqmoe_jax.models import block
 from seqmoe_jax.models.layers import linear, mask_inactive
 from seqmoe_jax.models.mixers import State
@@ -48,15 +48,6 @@ class DecodeKernels:
 
 
 PLAIN = DecodeKernels()
-
-
-class Forced(NamedTuple):
-    """Recorded routing in the place of the router's choice: row `row` of `layer`, for every token."""
-
-    ids: Int32[Array, "T L K"]
-    weights: Float32[Array, "T L K"]
-    row: Int32[Array, ""]
-    layer: int
 
 
 class Pending(NamedTuple):
@@ -155,7 +146,7 @@ def route(
     weights: LayerWeights,
     layer: LayerSpec,
     kernels: DecodeKernels,
-    forced: Forced | None = None,
+    recorded: Recorded | None = None,
 ) -> tuple[Float[Array, "B H"], Mixing | None, Int[Array, "B K"], Float32[Array, "B K"]]:
     """`block.moe_input`, and where each token goes (-1 for ended sequences) with which weights."""
     assert isinstance(layer.mlp, MoESpec)
@@ -165,23 +156,29 @@ def route(
     if plain or not _routable(router):
         normed, mixing = block.moe_input(x, weights, layer)
         ids, shares = router(normed, tokens, w)
-        if forced is not None:
+        if recorded is not None:
             # Depends on the model's own routing, so that the work of the router is done and timed.
-            ids = jnp.where(ids < router.experts, forced.ids[forced.row, forced.layer], ids)
-            shares = jnp.broadcast_to(forced.weights[forced.row, forced.layer], ids.shape)
+            ids = jnp.where(ids < router.experts, recorded.ids[recorded.row, recorded.layer], ids)
+            shares = jnp.broadcast_to(recorded.weights[recorded.row, recorded.layer], ids.shape)
         return normed, mixing, mask_inactive(ids, active), shares
     from pallas_kernels.matvec.gpu import matvec
-    from pallas_kernels.router_choice.gpu import router_choice
+    from pallas_kernels.router_choice.gpu import norm_and_choose, router_choice
 
-    logits, normed, _ = matvec(
-        x[:, 0], w.weight, norm=layer.norm, norm_weight=weights.post_norm, dtype=jnp.dtype(jnp.float32),
-        name="matvec_router", interpret=kernels.interpret,
+    choice = Choice(
+        top_k=router.top_k, score=router.score, normalize=router.normalize, eps=router.eps, scale=router.scale,
+        rounded_to=x.dtype if router.rounded else None,
     )  # fmt: skip
-    ids, shares = router_choice(
-        logits, active, top_k=router.top_k, score=router.score, bias=w.bias, correction=w.correction,
-        normalize=router.normalize, eps=router.eps, scale=router.scale,
-        rounded_to=x.dtype if router.rounded else None, forced=forced, interpret=kernels.interpret,
-    )  # fmt: skip
+    norm: dict[str, Any] = {"norm": layer.norm, "norm_weight": weights.post_norm}
+    extra: dict[str, Any] = {"bias": w.bias, "correction": w.correction, "recorded": recorded}
+    if w.weight.nbytes <= (0 if __import__('os').environ.get('NOROUTER') else MAX_ROUTER_BYTES):
+        normed, ids, shares = norm_and_choose(
+            x[:, 0], w.weight, active, choice=choice, interpret=kernels.interpret, **norm, **extra
+        )
+    else:
+        logits, normed, _ = matvec(
+            x[:, 0], w.weight, dtype=jnp.dtype(jnp.float32), name="matvec_router", interpret=kernels.interpret, **norm
+        )
+        ids, shares = router_choice(logits, active, choice=choice, interpret=kernels.interpret, **extra)
     return normed, None, ids, shares
 
 

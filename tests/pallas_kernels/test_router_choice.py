@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from lowering import lower_for
 
-from pallas_kernels.router_choice.config import Score
-from pallas_kernels.router_choice.gpu import router_choice
+from pallas_kernels.router_choice.config import Choice, Recorded, Score
+from pallas_kernels.router_choice.gpu import norm_and_choose, router_choice
+from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.routers import RouterSpec, RouterWeights
 
 KINDS = {
@@ -23,6 +24,25 @@ KINDS = {
     "deepseek-v4": {"score": "sqrt-softplus", "correction": True, "normalize": True},
     "deepseek": {"score": "sigmoid", "correction": True, "normalize": True, "eps": 1e-20, "scale": 2.5},
 }
+
+
+def choice_of(spec: RouterSpec) -> Choice:
+    return Choice(
+        top_k=spec.top_k, score=spec.score, normalize=spec.normalize, eps=spec.eps, scale=spec.scale
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("experts", "hidden"), [(8, 64), (12, 80), (6, 2100)])
+def test_the_norm_and_the_scores_in_the_same_launch_change_nothing(experts, hidden):
+    keys = jax.random.split(jax.random.key(experts), 4)
+    x, w = jax.random.normal(keys[0], (3, hidden)), jax.random.normal(keys[1], (experts, hidden))
+    factor, bias = 1 + jax.random.normal(keys[2], (hidden,)) / 8, jax.random.normal(keys[3], (experts,))
+    active, norm = jnp.array([True, False, True]), RMSNorm(eps=1e-5)
+    how = {"choice": Choice(top_k=2, score="softmax", normalize=True), "bias": bias, "interpret": True}
+    normed, *chosen = norm_and_choose(x, w, active, norm=norm, norm_weight=factor, **how)
+    np.testing.assert_allclose(normed, norm(x, factor), rtol=1e-5)
+    for actual, expected in zip(chosen, router_choice(normed @ w.T, active, **how), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -37,8 +57,8 @@ def test_it_chooses_and_weighs_as_the_router_does(kind, experts, top_k):
     weights = RouterWeights(jnp.eye(experts), bias, correction)
     expected_ids, expected = spec(logits, jnp.zeros(batch, jnp.int32), weights)
     ids, shares = router_choice(
-        logits, jnp.array([True, False, True]), top_k=top_k, score=spec.score, bias=bias, correction=correction,
-        normalize=spec.normalize, eps=spec.eps, scale=spec.scale, interpret=True,
+        logits, jnp.array([True, False, True]), choice=choice_of(spec), bias=bias, correction=correction,
+        interpret=True,
     )  # fmt: skip
     np.testing.assert_array_equal(ids[::2], expected_ids[::2])
     np.testing.assert_array_equal(ids[1], -1)
@@ -51,8 +71,8 @@ def test_recorded_routing_replaces_the_choice():
     weights = jnp.asarray(rng.uniform(size=(5, 2, 3)), jnp.float32)
     logits = jnp.asarray(rng.normal(size=(2, 8)), jnp.float32)
     found, shares = router_choice(
-        logits, jnp.array([True, False]), top_k=3, score="softmax", forced=(ids, weights, jnp.int32(4), 1),
-        interpret=True,
+        logits, jnp.array([True, False]), choice=Choice(top_k=3, score="softmax"),
+        recorded=Recorded(ids, weights, jnp.int32(4), 1), interpret=True,
     )  # fmt: skip
     np.testing.assert_array_equal(found, [ids[4, 1], [-1, -1, -1]])
     np.testing.assert_array_equal(shares, [weights[4, 1]] * 2)
@@ -63,10 +83,18 @@ def test_it_lowers_without_the_hardware(experts, top_k):
     logits = jax.ShapeDtypeStruct((4, experts), jnp.float32)
     active, extra = jax.ShapeDtypeStruct((4,), bool), jax.ShapeDtypeStruct((experts,), jnp.float32)
     for score in get_args(Score):
-        call = partial(router_choice, top_k=top_k, score=score, normalize=True, rounded_to=jnp.dtype(jnp.bfloat16))
+        choice = Choice(top_k=top_k, score=score, normalize=True, rounded_to=jnp.dtype(jnp.bfloat16))
+        call = partial(router_choice, choice=choice)
         text = lower_for("cuda", lambda a, b, c, call=call: call(a, b, bias=c, correction=c), logits, active, extra)
         assert "router_choice" in text
     recorded = (*(jax.ShapeDtypeStruct((9, 2, top_k), dtype) for dtype in (jnp.int32, jnp.float32)),
                 jax.ShapeDtypeStruct((), jnp.int32))  # fmt: skip
-    call = partial(router_choice, top_k=top_k, score="softmax")
-    lower_for("cuda", lambda a, b, *c: call(a, b, forced=(*c, 1)), logits, active, *recorded)
+    lower_for("cuda", lambda a, b, *c: call(a, b, recorded=Recorded(*c, 1)), logits, active, *recorded)
+
+
+@pytest.mark.parametrize("hidden", [2048, 2880])
+def test_the_whole_router_lowers_without_the_hardware(hidden):
+    x, w, factor = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, hidden), (32, hidden), (hidden,)))
+    call = partial(norm_and_choose, norm=RMSNorm(eps=1e-5), choice=Choice(top_k=4, score="softmax"))
+    active = jax.ShapeDtypeStruct((4,), bool)
+    assert "router" in lower_for("cuda", lambda a, b, c, d: call(a, b, c, norm_weight=d), x, w, active, factor)
