@@ -205,7 +205,7 @@ def _layers(
     def known() -> Float32[Array, "B keys"]:
         return forecaster.features(jnp.stack(routing), jnp.stack(shares), layers=layers, experts=experts)
 
-    replayed = None if replay is None else offload.steps % replay.ids.shape[0]
+    replayed = jnp.int32(0) if replay is None else offload.steps % replay.ids.shape[0]
     for index, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
         with jax.named_scope(f"layer{index}/mixer"):
             x, states[index] = fused.mix(x, states[index], positions, active, w, layer, config.kernels)

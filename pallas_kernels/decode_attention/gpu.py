@@ -70,7 +70,7 @@ def decode_attention(
     programs = min(splits, pl.cdiv(held, config.tile)), heads.kv
     fetched = [] if ahead is None or interpret or ahead.nbytes > AHEAD_MOST else [ahead]
     # Behind the batch, so that they start after the programs of the attention.
-    more = pl.cdiv(_fetches(ahead), programs[0] * programs[1]) if fetched else 0
+    more = sum(pl.cdiv(_fetches(matrix), programs[0] * programs[1]) for matrix in fetched)
     k, v, shares, peaks, sums = pl.pallas_call(
         partial(_shares_and_ahead, fetching=bool(fetched), heads=heads, config=config, interpret=interpret),
         out_shape=[*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)), shares, scalars, scalars],

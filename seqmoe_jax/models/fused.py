@@ -170,7 +170,7 @@ def route(
     )  # fmt: skip
     norm: dict[str, Any] = {"norm": layer.norm, "norm_weight": weights.post_norm}
     extra: dict[str, Any] = {"bias": w.bias, "correction": w.correction, "recorded": recorded}
-    if w.weight.nbytes <= (0 if __import__('os').environ.get('NOROUTER') else MAX_ROUTER_BYTES):
+    if w.weight.nbytes <= (0 if __import__("os").environ.get("NOROUTER") else MAX_ROUTER_BYTES):
         normed, ids, shares = norm_and_choose(
             x[:, 0], w.weight, active, choice=choice, interpret=kernels.interpret, **norm, **extra
         )
