@@ -122,6 +122,9 @@ def test_the_cuda_step_works_in_place_and_reads_the_pool_where_it_is(batch, dtyp
     uses = re.findall(r".*%pools_\d_[\w.]*[,)].*", text[text.index("ENTRY") :])
     assert uses
     assert all("custom-call" in line or "ENTRY" in line or "parameter(" in line for line in uses)
+    # Each layer's first launch of the experts is what loads; hidden values are completed in place by the next one.
+    assert len(re.findall(r"custom-call\(.*%pools_\d.*fused_moe_load_and_up", text)) == 3
+    assert not re.findall(rf"= (?:bf16|f32)\[{2 * batch},128\]\S* (?:copy|copy-start)\(", text)
     # Ten kernels in each of the three layers, and what a step does once, with a rollout of the predictor in it.
     launches = re.findall(r" (?:fusion|custom-call)\(", text[text.index("ENTRY") :])
     assert len(launches) <= 3 * 10 + (42 + 30 * steps if steps else 24)
