@@ -37,9 +37,10 @@ def plan_tasks(
     Every resident expert of a layer from `first_layer` on gets its score of `key_score[0]`. An expert's task is for the
     earliest step that has its layer to come and whose chance reaches `config.threshold`: that chance is its confidence,
     the layer's position in that step its deadline. At most as many experts as tasks may still be opened are considered,
-    by what they save: the confidence, times the share of the transfer that fits before the deadline. The j-th is
-    weighed against the j-th slot in line of eviction (EMPTY ones, then USED by score and index), and reserves it
-    (FETCH) if its own score is higher, and if `config.keep` slots stay that are neither FETCH nor COMPUTE.
+    by what they save: the confidence, times the share of the transfer that fits before the deadline, divided by the
+    number of plans at steps' ends before it, this one included. The j-th is weighed against the j-th slot in line of
+    eviction (EMPTY ones, then USED by score and index), and reserves it (FETCH) if its own score is higher, and if
+    `config.keep` slots stay that are neither FETCH nor COMPUTE.
 
     Args:
         tables: as between two layers. Donated.

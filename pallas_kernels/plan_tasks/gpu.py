@@ -18,7 +18,7 @@ from jaxtyping import Array, Float32, Int, Int32
 
 from pallas_kernels.lanes import OUTSIDE, count, gather, scatter
 from pallas_kernels.plan_tasks.config import CONFIDENCE_UNIT, LAST_TAG, PlanConfig, Planned
-from pallas_kernels.plan_tasks.reference import earliest
+from pallas_kernels.plan_tasks.reference import earliest, saved
 from pallas_kernels.slot_update.tables import FIRST, NEVER, SlotState, SlotTables
 
 LANES_PER_WARP = 256
@@ -104,8 +104,7 @@ def _kernel(*refs: Any, first_layer: int, config: PlanConfig) -> None:
     chance, due = planned_for(keys, layer, keys < num_keys)
     absent = gather(slot_of_key, keys, keys < num_keys, other=0) < 0
     wanted = absent & (due >= first_layer) & (chance >= config.threshold)
-    saving = chance * jnp.minimum(1.0, (due - first_layer + 1).astype(jnp.float32) / rho)
-    saving = jnp.where(wanted, saving, 0.0)
+    saving = jnp.where(wanted, saved(chance, due, rho, first_layer, config), 0.0)
 
     def forget(place: Array, saving: Array) -> Array:
         fetched = jnp.sum(jnp.where((places == place) & fetching, key, 0))

@@ -102,13 +102,13 @@ def test_a_task_is_for_the_earliest_step_that_is_sure_enough():
     result = plan(resident(0), coming, after, {19: 0.4, 13: 0.9}, base=40, config=replace(CONFIG, steps=3))
     check_invariants(result.tables)
     tasks = np.asarray(result.tasks)
-    assert tasks[KEY].tolist() == [7, 13, 19, 1, -1]  # by confidence; 0 is resident
-    np.testing.assert_allclose(tasks[CONFIDENCE] / CONFIDENCE_UNIT, [0.8, 0.5, 0.4, 0.3, 0], atol=1e-5)
-    assert tasks[DEADLINE, :4].tolist() == [41, 42 + LAYERS, 43 + 2 * LAYERS, 40 + LAYERS]
+    assert tasks[KEY].tolist() == [7, 13, 1, 19, -1]  # .8, .5 / 2, .3 / 2, .4 / 3; 0 is resident
+    np.testing.assert_allclose(tasks[CONFIDENCE] / CONFIDENCE_UNIT, [0.8, 0.5, 0.3, 0.4, 0], atol=1e-5)
+    assert tasks[DEADLINE, :4].tolist() == [41, 42 + LAYERS, 40 + LAYERS, 43 + 2 * LAYERS]
 
 
 def test_a_later_step_leaves_time_for_a_whole_transfer():
-    # .9 * 1/4 < .5: a layer is too short for a transfer, a step is as long as one.
+    # .9 * 1/4 < .5 / 2: a layer is too short for a transfer, a step is as long as one.
     result = plan(resident(), {0: 0.9}, {1: 0.5}, rho=4.0, config=replace(CONFIG, steps=2))
     assert np.asarray(result.tasks)[KEY, :2].tolist() == [1, 0]
 
