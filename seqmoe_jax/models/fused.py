@@ -126,7 +126,7 @@ def mix(
     cos, sin = mixer.rope.factors(at, mixer.head_dim, flat.dtype)
     out, *kv = decode_attention(
         qkv, state.k, state.v, at, cos, sin, heads=heads_of(mixer), q_norm=w.q_norm, k_norm=w.k_norm, sinks=w.sinks,
-        ahead=w.o if projecting and not __import__('os').environ.get('NOAHEAD') else None, interpret=kernels.interpret,
+        ahead=w.o if projecting else None, interpret=kernels.interpret,
     )  # fmt: skip
     if mixer.gate:
         out = out * jax.nn.sigmoid(qkv[:, (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim :])
