@@ -71,8 +71,8 @@ def fp8_mode() -> Fp8Mode:
 def default_config(layout: ExpertLayout, per_token: int) -> Config:
     """Block shapes from the shape of an expert and their number per token.
 
-    A thread asks for some 400 bytes of weights at once, 100 of an FP8 down projection. One warp takes whole rows of gate
-    and up, so nothing is exchanged between warps; four or eight share some rows of down, each some of the routes.
+    A thread asks for some 400 bytes of weights at once, 100 of an FP8 down projection. One warp takes whole rows of
+    gate and up, so nothing is exchanged between warps; four or eight share some rows of down, each some of the routes.
     """
     hidden, width = layout.hidden, layout.width
     itemsize = 2 if layout.dtype == FP4 else layout.dtype.itemsize  # FP4 takes as many registers as bf16
