@@ -19,9 +19,6 @@ from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.decode_attention.config import Config, Heads, default_config
 
-AHEAD_PIECE = 32 * 1024  # bytes that a program asks for to have them in the L2 cache
-AHEAD_MOST = 25 * 2**20  # half of an H100's L2 cache: what is brought there must still be there when it is read
-
 
 def decode_attention(
     qkv: Float[Array, "B rows"],
@@ -35,7 +32,6 @@ def decode_attention(
     q_norm: Float[Array, " n"] | None = None,
     k_norm: Float[Array, " m"] | None = None,
     sinks: Float[Array, " N"] | None = None,
-    ahead: Float[Array, "O I"] | None = None,
     config: Config | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B ND"], Float[Array, "B G C D"], Float[Array, "B G C D"]]:
@@ -49,8 +45,6 @@ def decode_attention(
         cos, sin: factors of every dimension and of its partner, of rounded values (`Rope.factors`).
         q_norm, k_norm: weights of the norms, `[D]`, or `[N D]` and `[G D]` where they are over the full width.
         sinks: scores that join each head's softmax and take their share to nowhere.
-        ahead: a matrix that the launch after these will read. Programs beside those of the attention, which mostly
-            wait for each other's results, bring it into the L2 cache. Changes no result.
 
     Returns the heads' outputs and the cache. Sums are float32. The powers of the softmax are rounded to the dtype of
     `qkv` before they meet the values; plain XLA rounds them after the division by their sum, so bf16 results may
@@ -67,19 +61,15 @@ def decode_attention(
     norms = [] if heads.norm is None else [q_norm, k_norm]
     shares = jax.ShapeDtypeStruct((batch, heads.count, splits, dim), jnp.float32)
     scalars = jax.ShapeDtypeStruct((batch, heads.count, splits), jnp.float32)
-    programs = min(splits, pl.cdiv(held, config.tile)), heads.kv
-    fetched = [] if ahead is None or interpret or ahead.nbytes > AHEAD_MOST else [ahead]
-    # Behind the batch, so that they start after the programs of the attention.
-    more = sum(pl.cdiv(_fetches(matrix), programs[0] * programs[1]) for matrix in fetched)
     k, v, shares, peaks, sums = pl.pallas_call(
-        partial(_shares_and_ahead, fetching=bool(fetched), heads=heads, config=config, interpret=interpret),
+        partial(_share_kernel, heads=heads, config=config, interpret=interpret),
         out_shape=[*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)), shares, scalars, scalars],
-        grid=(*programs, batch + more),
+        grid=(min(splits, pl.cdiv(held, config.tile)), heads.kv, batch),
         input_output_aliases={0: 0, 1: 1},
         compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=2),
         interpret=interpret,
         name="decode_attention",
-    )(k, v, positions, qkv, cos, sin, *norms, *fetched)
+    )(k, v, positions, qkv, cos, sin, *norms)
     out = pl.pallas_call(
         partial(_combine_kernel, held=held, config=config),
         out_shape=jax.ShapeDtypeStruct((batch, heads.count * dim), qkv.dtype),
@@ -96,42 +86,6 @@ def _division(position: Int[Array, ""], held: int, config: Config) -> tuple[Arra
     last = jnp.minimum(position, held - 1)
     tiles = lax.div(last, jnp.int32(config.tile)) + 1
     return last, tiles, lax.div(tiles + (config.splits - 1), jnp.int32(config.splits))
-
-
-def _fetches(matrix: Float[Array, "O I"]) -> int:
-    """Programs that bring the matrix into the cache."""
-    return pl.cdiv(matrix.shape[0], _fetched_rows(matrix))
-
-
-def _fetched_rows(matrix: Any) -> int:
-    """Rows of one of them: a power of two."""
-    return 1 << max(0, (AHEAD_PIECE // (matrix.shape[1] * matrix.dtype.itemsize)).bit_length() - 1)
-
-
-def _shares_and_ahead(*refs: Any, fetching: bool, heads: Heads, config: Config, interpret: bool) -> None:
-    outs, ins = refs[-5:], list(refs[:-5])
-    ahead_ref = ins.pop() if fetching else None
-    share = partial(_share_kernel, *ins, *outs, heads=heads, config=config, interpret=interpret)
-    if ahead_ref is None:
-        share()
-        return
-    batch, b = ins[0].shape[0], pl.program_id(2)
-    pl.when(b < batch)(share)
-
-    @pl.when(b >= batch)
-    def _() -> None:
-        (outputs, width), rows = ahead_ref.shape, _fetched_rows(ahead_ref)
-        nth = ((b - batch) * pl.num_programs(1) + pl.program_id(1)) * pl.num_programs(0) + pl.program_id(0)
-        lines = nth * rows + jnp.arange(rows, dtype=jnp.int32)
-        columns = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
-        shape = rows, columns.shape[0]
-        inside = jnp.broadcast_to((lines < outputs)[:, None] & (columns < width)[None], shape)
-        where = jnp.broadcast_to(lines[:, None], shape), jnp.broadcast_to(columns[None], shape)
-        tile = plgpu.load(ahead_ref.at[where], mask=inside, other=jnp.zeros((), ahead_ref.dtype))
-        # A load that nothing depends on would be left out. Weights that are no numbers make everything so.
-        total = jnp.sum(tile.astype(jnp.float32), axis=0)
-        first = jnp.zeros(columns.shape, jnp.int32)
-        plgpu.store(outs[-1].at[first, first, first], total, mask=total != total)
 
 
 def _share_kernel(

@@ -12,8 +12,6 @@ Score = Literal["softmax", "sigmoid", "sqrt-softplus", "chosen-softmax"]
 
 MAX_EXPERTS = 512  # scores that one warp holds, 16 a thread
 MAX_CHOSEN = 16  # rounds
-MAX_ROUTER_BYTES = 200 * 1024  # of a router's matrix that one program reads in less time than a launch takes
-ROUTER_COLUMNS = 1024  # of the matrix at a time
 
 
 @dataclass(frozen=True, kw_only=True)

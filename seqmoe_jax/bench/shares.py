@@ -41,7 +41,6 @@ SCOPE_OF_KERNEL = {
     "fused_moe_up_late": "moe",
     "fused_moe_down": "moe",
     "router_choice": "moe",
-    "router": "moe",
     "matvec_qkv": "mixer",
     "matvec_out": "mixer",
     "matvec_router": "moe",

@@ -7,7 +7,7 @@ the order of sums. Shapes as in `block`, with T = 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from pallas_kernels.backend import Implementation
 from pallas_kernels.decode_attention.config import Heads
 from pallas_kernels.matvec.config import MAX_BATCH
-from pallas_kernels.router_choice.config import MAX_CHOSEN, MAX_EXPERTS, MAX_ROUTER_BYTES, Choice, Recorded
+from pallas_kernels.router_choice.config import MAX_CHOSEN, MAX_EXPERTS, Choice, Recorded
 from seqmoe_jax.models import block
 from seqmoe_jax.models.layers import linear, mask_inactive
 from seqmoe_jax.models.mixers import State
@@ -126,7 +126,7 @@ def mix(
     cos, sin = mixer.rope.factors(at, mixer.head_dim, flat.dtype)
     out, *kv = decode_attention(
         qkv, state.k, state.v, at, cos, sin, heads=heads_of(mixer), q_norm=w.q_norm, k_norm=w.k_norm, sinks=w.sinks,
-        ahead=w.o if projecting else None, interpret=kernels.interpret,
+        interpret=kernels.interpret,
     )  # fmt: skip
     if mixer.gate:
         out = out * jax.nn.sigmoid(qkv[:, (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim :])
@@ -162,23 +162,20 @@ def route(
             shares = jnp.broadcast_to(recorded.weights[recorded.row, recorded.layer], ids.shape)
         return normed, mixing, mask_inactive(ids, active), shares
     from pallas_kernels.matvec.gpu import matvec
-    from pallas_kernels.router_choice.gpu import norm_and_choose, router_choice
+    from pallas_kernels.router_choice.gpu import router_choice
 
     choice = Choice(
         top_k=router.top_k, score=router.score, normalize=router.normalize, eps=router.eps, scale=router.scale,
         rounded_to=x.dtype if router.rounded else None,
     )  # fmt: skip
-    norm: dict[str, Any] = {"norm": layer.norm, "norm_weight": weights.post_norm}
-    extra: dict[str, Any] = {"bias": w.bias, "correction": w.correction, "recorded": recorded}
-    if w.weight.nbytes <= (0 if __import__("os").environ.get("NOROUTER") else MAX_ROUTER_BYTES):
-        normed, ids, shares = norm_and_choose(
-            x[:, 0], w.weight, active, choice=choice, interpret=kernels.interpret, **norm, **extra
-        )
-    else:
-        logits, normed, _ = matvec(
-            x[:, 0], w.weight, dtype=jnp.dtype(jnp.float32), name="matvec_router", interpret=kernels.interpret, **norm
-        )
-        ids, shares = router_choice(logits, active, choice=choice, interpret=kernels.interpret, **extra)
+    logits, normed, _ = matvec(
+        x[:, 0], w.weight, norm=layer.norm, norm_weight=weights.post_norm, dtype=jnp.dtype(jnp.float32),
+        name="matvec_router", interpret=kernels.interpret,
+    )  # fmt: skip
+    ids, shares = router_choice(
+        logits, active, choice=choice, bias=w.bias, correction=w.correction, recorded=recorded,
+        interpret=kernels.interpret,
+    )  # fmt: skip
     return normed, None, ids, shares
 
 

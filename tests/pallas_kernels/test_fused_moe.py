@@ -220,6 +220,16 @@ def test_default_block_shapes_fit_and_keep_enough_in_flight(name):
         assert 90 <= down <= 512
 
 
+@pytest.mark.parametrize("implementation", ["xla", "gpu"])
+def test_slots_may_be_counted_from_any_of_them(implementation):
+    layout, _, (x, blocks, ids, weights) = case(BF16, BF16, 192, 80, batch=2)
+    how = {"layout": layout, "implementation": implementation, "interpret": implementation != "xla"}
+    expected = fused_moe(x, blocks, ids, weights, **how)
+    moved = jnp.roll(blocks, 2, axis=0)
+    moved = jnp.concatenate([moved, moved[:2]])  # slot 0 is now slot 2
+    np.testing.assert_array_equal(fused_moe(x, moved, ids, weights, first_slot=2, **how), expected)
+
+
 def test_unaligned_tpu_shapes_are_refused():
     layout, _, args = case(BF16, BF16, 192, 80, batch=1)
     with pytest.raises(ValueError, match="multiples of 128, got H=192, F=80"):

@@ -12,8 +12,7 @@ import pytest
 from lowering import lower_for
 
 from pallas_kernels.router_choice.config import Choice, Recorded, Score
-from pallas_kernels.router_choice.gpu import norm_and_choose, router_choice
-from seqmoe_jax.models.norms import RMSNorm
+from pallas_kernels.router_choice.gpu import router_choice
 from seqmoe_jax.models.routers import RouterSpec, RouterWeights
 
 KINDS = {
@@ -30,19 +29,6 @@ def choice_of(spec: RouterSpec) -> Choice:
     return Choice(
         top_k=spec.top_k, score=spec.score, normalize=spec.normalize, eps=spec.eps, scale=spec.scale
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(("experts", "hidden"), [(8, 64), (12, 80), (6, 2100)])
-def test_the_norm_and_the_scores_in_the_same_launch_change_nothing(experts, hidden):
-    keys = jax.random.split(jax.random.key(experts), 4)
-    x, w = jax.random.normal(keys[0], (3, hidden)), jax.random.normal(keys[1], (experts, hidden))
-    factor, bias = 1 + jax.random.normal(keys[2], (hidden,)) / 8, jax.random.normal(keys[3], (experts,))
-    active, norm = jnp.array([True, False, True]), RMSNorm(eps=1e-5)
-    how = {"choice": Choice(top_k=2, score="softmax", normalize=True), "bias": bias, "interpret": True}
-    normed, *chosen = norm_and_choose(x, w, active, norm=norm, norm_weight=factor, **how)
-    np.testing.assert_allclose(normed, norm(x, factor), rtol=1e-5)
-    for actual, expected in zip(chosen, router_choice(normed @ w.T, active, **how), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,11 +76,3 @@ def test_it_lowers_without_the_hardware(experts, top_k):
     recorded = (*(jax.ShapeDtypeStruct((9, 2, top_k), dtype) for dtype in (jnp.int32, jnp.float32)),
                 jax.ShapeDtypeStruct((), jnp.int32))  # fmt: skip
     lower_for("cuda", lambda a, b, *c: call(a, b, recorded=Recorded(*c, 1)), logits, active, *recorded)
-
-
-@pytest.mark.parametrize("hidden", [2048, 2880])
-def test_the_whole_router_lowers_without_the_hardware(hidden):
-    x, w, factor = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, hidden), (32, hidden), (hidden,)))
-    call = partial(norm_and_choose, norm=RMSNorm(eps=1e-5), choice=Choice(top_k=4, score="softmax"))
-    active = jax.ShapeDtypeStruct((4,), bool)
-    assert "router" in lower_for("cuda", lambda a, b, c, d: call(a, b, c, norm_weight=d), x, w, active, factor)
