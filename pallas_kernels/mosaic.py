@@ -27,6 +27,10 @@ PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, u
 TENSOR_MAPS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
 
 
+# JAX 0.10 wants an index as well.
+_load: Any = functools.partial(plgpu.load, idx=()) if jax.__version_info__ < (0, 11) else plgpu.load
+
+
 def copy_rows(source: Ref, target: Ref, barrier: Ref) -> None:
     """Starts the copy of neighbouring rows into shared memory."""
     plgpu.copy_gmem_to_smem(source, target, barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
@@ -34,12 +38,12 @@ def copy_rows(source: Ref, target: Ref, barrier: Ref) -> None:
 
 def load_vector(ref: Ref) -> list[BFloat16[Array, " 256"]]:
     """A vector in global memory, in pieces."""
-    return [plgpu.load(ref.at[span], layout=COLUMNS, optimized=False) for span in _spans(ref.shape[-1])]
+    return [_load(ref.at[span], layout=COLUMNS, optimized=False) for span in _spans(ref.shape[-1])]
 
 
 def load_rows(ref: Ref, *, shared: bool = True) -> list[Array]:
     """A tile in shared or in global memory, `[rows, 256]` each piece; bf16 also where it is stored as integers."""
-    pieces = [plgpu.load(ref.at[:, span], layout=TILE, optimized=shared) for span in _spans(ref.shape[-1])]
+    pieces = [_load(ref.at[:, span], layout=TILE, optimized=shared) for span in _spans(ref.shape[-1])]
     return [jax.lax.bitcast_convert_type(piece, jnp.bfloat16) for piece in pieces]
 
 
@@ -51,6 +55,14 @@ def products(tile: list[BFloat16[Array, "rows 256"]], vector: list[BFloat16[Arra
         for rows, piece in zip(tile, vector, strict=True)
     ]
     return jnp.sum(functools.reduce(jnp.add, parts), axis=1)
+
+
+def store(ref: Ref, value: Array) -> None:
+    """To global memory: a few values from a few lanes, of which there is nothing to optimise."""
+    if hasattr(plgpu, "store"):  # JAX 0.12, which wants to be told
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
 
 
 def _spans(width: int) -> list[Any]:

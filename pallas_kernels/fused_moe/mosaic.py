@@ -78,7 +78,7 @@ def _up_kernel(
             plgpu.barrier_wait(barriers.at[tile])
             gate, up = (mosaic.products(mosaic.load_rows(tiles_ref.at[tile, half]), vector) for half in range(2))
             value = activate(gate, up, layout.activation).astype(h_ref.dtype)
-            h_ref[route, pl.ds(start + config.rows * tile, config.rows)] = value
+            mosaic.store(h_ref.at[route, pl.ds(start + config.rows * tile, config.rows)], value)
 
 
 def project_down(
@@ -135,7 +135,7 @@ def _down_kernel(
         # Of an inactive route anything may be there; it is computed and left out.
         value = mosaic.products(mosaic.load_rows(tiles_ref.at[nth]), vectors[nth]) * weights_ref[route]
         total = jnp.where(slot >= 0, total + value, total)
-    out_ref[token, pl.ds(start, config.rows)] = total
+    mosaic.store(out_ref.at[token, pl.ds(start, config.rows)], total)
 
 
 def _check(layout: ExpertLayout, rows: int, height: int) -> None:

@@ -39,7 +39,7 @@ def matvec(
         raise ValueError(
             f"matvec: expected W[O, I] with I a multiple of {mosaic.SPAN} and O of {per_program}, got W{list(w.shape)}"
         )
-    scratch = [
+    scratch: list[Any] = [
         plgpu.SMEM((config.tiles, config.rows, width), w.dtype),
         plgpu.Barrier(num_barriers=config.tiles),
     ]
@@ -75,4 +75,4 @@ def _kernel(x_ref: Any, w_ref: Any, out_ref: Any, *scratch: Any, config: Config)
             matrix = mosaic.load_rows(tiles_ref.at[tile])
         else:
             matrix = loaded[tile]
-        out_ref[where] = mosaic.products(matrix, vector).astype(out_ref.dtype)
+        mosaic.store(out_ref.at[where], mosaic.products(matrix, vector).astype(out_ref.dtype))
