@@ -28,14 +28,14 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=161, help="tokens per prompt (default: 161)")
     args = parser.parse_args()
     heard: dict[int, np.ndarray] = {}
-    honest = cache.bring_in
+    honest = cache.find_slots
 
-    def listening(slots: Any, pool: Any, ids: Any, layer: Any, config: Any, *rest: Any, **options: Any) -> Any:
+    def listening(slots: Any, ids: Any, layer: Any, config: Any, *rest: Any, **options: Any) -> Any:
         if isinstance(layer, int):  # decoding; prefill compiles one program for all layers
             jax.debug.callback(lambda clock, now: heard.update({int(clock): np.array(now)}), slots.clock + layer, ids)
-        return honest(slots, pool, ids, layer, config, *rest, **options)
+        return honest(slots, ids, layer, config, *rest, **options)
 
-    cache.bring_in = listening  # type: ignore[assignment]
+    cache.find_slots = listening  # type: ignore[assignment]
     # Rule lru counts the layers that ran: that orders what is heard.
     engine = load(args.model, residency=0.9, policy="lru", max_batch=len(PROMPTS))
     prompts = [engine.request(prompt).tokens for prompt in PROMPTS]

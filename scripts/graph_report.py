@@ -115,7 +115,10 @@ def compiled_step(spec: ModelSpec, name: str, device: Any, args: argparse.Namesp
         state = jax.eval_shape(lambda: plain.init_state(loaded, args.batch, BF16))
         if options.get("transfers", "none") == "dma":
             keep = min(2 * moe.top_k * args.batch, moe.experts)
-            plan = PlanConfig(layers=layers, experts=moe.experts, tasks=args.tasks, threshold=THRESHOLD, keep=keep)
+            plan = PlanConfig(
+                layers=layers, experts=moe.experts, tasks=args.tasks, threshold=THRESHOLD, keep=keep,
+                steps=options.get("steps_ahead", 1),
+            )  # fmt: skip
         elif options.get("transfers", "none") != "none":
             raise SystemExit(f"graph_report: {name} is not of one program; take full, lru, lfu, history, evict or dma*")
     cache = CacheConfig(
@@ -135,6 +138,11 @@ def compiled_step(spec: ModelSpec, name: str, device: Any, args: argparse.Namesp
     if plan is not None:
         scalar = there(numbers(dtype=jnp.float32))
         link = Link(scalar, None, *there((numbers(slots), numbers(16), numbers(plan.board_words)), pinned))
+    config = StepConfig(
+        spec=spec, cache=cache, forecast=variant["policy"] == "seqmoe", greedy=True, vocab=spec.vocab,
+        kernels=DecodeKernels.of("gpu" if args.decode_kernels else "xla"), predictor=predictor,
+        trigger=layers // 2 if predictor is not None and options.get("refine", True) else None, plan=plan,
+    )  # fmt: skip
     sequences = jax.eval_shape(partial(empty_sequences, spec=spec, batch=args.batch, capacity=args.context, dtype=BF16))
     offload = Offload(
         cache=jax.eval_shape(lambda: empty_cache(cache)),
@@ -142,15 +150,11 @@ def compiled_step(spec: ModelSpec, name: str, device: Any, args: argparse.Namesp
         predictor=state,
         tags=numbers(),
         steps=numbers(),
+        later=numbers(config.later, layers, moe.experts, dtype=jnp.float32) if config.later else None,
     )
     weights = jax.eval_shape(partial(random_weights, spec=spec, dtype=BF16), jax.random.key(0))
     pools = (jax.ShapeDtypeStruct((moe.experts, spec.expert_layout.block_elems), spec.expert_layout.storage),) * layers
     sampling = jax.eval_shape(lambda: SamplingParams.of([SamplingConfig()], args.batch))
-    config = StepConfig(
-        spec=spec, cache=cache, forecast=variant["policy"] == "seqmoe", greedy=True, vocab=spec.vocab,
-        kernels=DecodeKernels.of("gpu" if args.decode_kernels else "xla"), predictor=predictor,
-        trigger=layers // 2 if predictor is not None and options.get("refine", True) else None, plan=plan,
-    )  # fmt: skip
     abstract = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"))
     with use_abstract_mesh(abstract):
         lowered = jitted_step.lower(

@@ -126,11 +126,16 @@ class Trainer:
     data: dict[str, Steps]
     splits: list[str]
     recipe: Recipe
+    stop_at: float | None  # share of its schedule after which a run without validation stops
 
-    def train(self, name: str, steps: Steps, validation: Steps | None = None, **options: Any) -> Result:
+    def train(
+        self, name: str, steps: Steps, validation: Steps | None = None, *, stop: int | None = None, **options: Any
+    ) -> Result:
         recipe = options.pop("recipe", self.recipe)
+        if validation is None and self.stop_at is not None:
+            stop = max(1, round(self.stop_at * recipe.updates))
         result = fit(
-            self.config, self.plan, recipe, steps, validation,
+            self.config, self.plan, recipe, steps, validation, stop=stop,
             log=lambda line: self.session.log(f"{name}: {line}"), **options,
         )  # fmt: skip
         self.session.results["runs"][name] = {
@@ -235,7 +240,7 @@ def load_data(trace: Trace, args: argparse.Namespace, session: Session) -> Train
     if args.smoke:
         plan, recipe = plan._replace(batch=2, window=64, every=4, warmup=2), recipe._replace(updates=4)
     session.log(f"data ready: {whole.steps} steps, {config.token_rows} token rows, {jax.devices()[0].device_kind}")
-    return Trainer(session, config, plan, tokens, data, splits, recipe)
+    return Trainer(session, config, plan, tokens, data, splits, recipe, args.stop_at)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -269,8 +274,9 @@ def run(args: argparse.Namespace) -> int:
         trainer.judge(name, kept[name], token=token, echo=echo, shuffled=control)
 
     def distil(stem: str, *, token: bool) -> None:
-        names = [f"{stem} seed {seed}" for seed in range(3) if f"{stem} seed {seed}" in kept]
-        names = (names * 3)[:3]
+        names = [f"{stem} seed {seed}" for seed in range(args.seeds) if f"{stem} seed {seed}" in kept]
+        # Where time allowed for fewer some teach twice: with another number the update would be compiled anew.
+        names = (names * args.seeds)[: args.seeds]
         teachers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(kept[name] for name in names))
         source = blank(whole, token=token, echo=token)
         name = f"{stem} distilled"
@@ -313,12 +319,12 @@ def run(args: argparse.Namespace) -> int:
 
     session.attempt("sweep", sweep)
     both, routing = {"token": True, "echo": True}, {"token": False, "echo": False}
-    for seed in range(3):
+    for seed in range(args.seeds):
         name = f"token seed {seed}"
         session.attempt(name, functools.partial(final, name, "token", seed, **both))
     session.attempt("token distilled", lambda: distil("token", token=True))
     session.attempt("token scheduled", lambda: scheduled("token", token=True))
-    for seed in range(3):
+    for seed in range(args.seeds):
         name = f"activations seed {seed}"
         session.attempt(name, functools.partial(final, name, "activations", seed, **routing))
     session.attempt("activations distilled", lambda: distil("activations", token=False))
@@ -342,6 +348,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=6.0, help="no training starts after nearly all of this")
     parser.add_argument("--updates", type=int, default=800, help="of a run without a sweep before it (default: 800)")
+    parser.add_argument("--stop-at", type=float, metavar="SHARE", help="a run on all of `train` stops after this share "
+                        "of its schedule, such as 0.75 (default: seeds where the sweep's best run did, if there was a "
+                        "sweep; else at the end)")  # fmt: skip
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="predictors of each kind that are trained, "
+                        "and taught from together (default: 3)")  # fmt: skip
     parser.add_argument("--sweep-share", type=float, default=0.3, help="share of the time for tuning")
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="parts whose names begin so: sweep, "
                         "token, activations, latency, without, shuffled, baselines (default: all)")  # fmt: skip

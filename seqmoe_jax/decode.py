@@ -61,6 +61,7 @@ class Offload(NamedTuple):
     predictor: dict[str, Any] | None  # recurrent state; made anew for every request
     tags: Int32[Array, ""]  # tags given to tasks so far
     steps: Int32[Array, ""]  # decode steps run so far
+    later: Float32[Array, "C-1 L E"] | None = None  # of the steps after the coming one, for its plan in mid-step
 
 
 class Replay(NamedTuple):
@@ -91,6 +92,11 @@ class StepConfig:
     def plans_midway(self) -> bool:
         """Whether the running step is planned for anew at the trigger layer, not only the coming one at its end."""
         return self.plan is not None and self.trigger is not None and self.ahead == 1
+
+    @property
+    def later(self) -> int:
+        """Steps after the running one that the plan in the middle of it is for too."""
+        return self.plan.steps - 1 if self.plan is not None and self.plans_midway else 0
 
 
 class StepOutput(NamedTuple):
@@ -135,15 +141,16 @@ class _Planner:
         self.tasks: Int32[Array, "5 N"] | None = None  # the last plan
 
     def follow(
-        self, cache: SlotCache, forecast: Forecast, probability: Array | None, base: Array, first_layer: int
+        self, cache: SlotCache, forecast: Forecast, chance: Array | None, base: Array, first_layer: int
     ) -> SlotCache:
-        """Scores by `forecast` for layers from `first_layer` on; a plan by `probability`, if one is to be made."""
+        """Scores by `forecast` for layers from `first_layer` on; a plan by `chance` [C, L, E], if one is to be made."""
         key_score = forecaster.worth(forecast)
-        if probability is None or self.config.plan is None or self.link is None:
+        if chance is None or self.config.plan is None or self.link is None:
             return rescore(cache, key_score, first_layer * self.config.cache.experts)
+        chance = chance.reshape(len(chance), -1)
         with jax.named_scope("plan"):
             tables, self.tags, self.tasks = plan_tasks(
-                cache.tables, cache.open_slots, probability.reshape(-1), key_score, base=base, next_tag=self.tags,
+                cache.tables, cache.open_slots, chance, key_score, base=base, next_tag=self.tags,
                 transfer_layers=self.link.transfer_layers, first_layer=first_layer, config=self.config.plan,
                 board=self.link.board, implementation=self.config.cache.implementation,
             )  # fmt: skip
@@ -214,7 +221,10 @@ def _layers(
                     forecast = offload.forecast.at[0, moe_index * experts :].set(
                         again.reshape(-1)[moe_index * experts :]
                     )
-                    cache = planner.follow(cache, forecast, again if config.plans_midway else None, base, moe_index)
+                    chance = again[None] if config.plans_midway else None
+                    if chance is not None and offload.later is not None:
+                        chance = jnp.concatenate([chance, offload.later])
+                    cache = planner.follow(cache, forecast, chance, base, moe_index)
             with jax.named_scope(f"layer{index}/moe"):
                 normed, mixing, ids, expert_weights = fused.route(x, sequences.token, active, w, layer, config.kernels)
                 if replay is not None:
@@ -287,7 +297,7 @@ def step(
     if not config.forecast:
         return sequences, offload, output
     forecast, cache = offload.forecast, offload.cache
-    probability = None
+    chance = None
     if config.predictor is not None:
         assert predictor is not None
         assert offload.predictor is not None
@@ -295,18 +305,19 @@ def step(
             coming = sequences.token
             if replay is not None:
                 coming = jnp.broadcast_to(replay.tokens[offload.steps % replay.tokens.shape[0]], coming.shape)
-            state, forecast, probability = forecaster.foresee(
-                config.predictor, predictor, offload.predictor, routing, coming, ~sequences.done, ahead=config.ahead
-            )
-            offload = offload._replace(predictor=state, forecast=forecast)
+            state, forecast, chance = forecaster.foresee(
+                config.predictor, predictor, offload.predictor, routing, coming, ~sequences.done, ahead=config.ahead,
+                steps=1 if config.plan is None else config.plan.steps,
+            )  # fmt: skip
+            offload = offload._replace(predictor=state, forecast=forecast, later=chance[1:] if config.later else None)
     if (tables := weights.hash_tables) and replay is None:
         shape = config.cache.layers, config.cache.experts
         known = forecaster.known_routing(forecast[0].reshape(shape), tables, sequences.token, ~sequences.done)
         forecast = forecast.at[0].set(known.reshape(-1))
         offload = offload._replace(forecast=forecast)
-        if probability is not None and config.ahead == 1:
-            probability = known
-    cache = planner.follow(cache, forecast, probability, cache.clock + (config.ahead - 1) * config.cache.layers, 0)
+        if chance is not None and config.ahead == 1:
+            chance = chance.at[0].set(known)
+    cache = planner.follow(cache, forecast, chance, cache.clock + (config.ahead - 1) * config.cache.layers, 0)
     if planner.tasks is not None and (link is None or link.board is None):
         output = output._replace(tasks=planner.tasks, clock=cache.clock)
         if config.channel is not None:

@@ -74,6 +74,7 @@ class TokenEngine:
         scheduler: str = "seqmoe",
         tasks: int | None = None,
         threshold: float = THRESHOLD,
+        steps_ahead: int = 1,
         refine: bool = True,
         replay: Replay | None = None,
         decode_kernels: bool = True,
@@ -84,7 +85,9 @@ class TokenEngine:
 
         `predictor` is what policy seqmoe forecasts by, and what makes prefetching possible: `transfers` names the
         engine that does it (`seqmoe_jax.experts.engines.base.ENGINES`), `scheduler` the rule that orders its tasks,
-        `tasks` how many may be open (default: one more than fit into a step), `threshold` the least probability of one.
+        `tasks` how many may be open (default: one more than fit into the steps planned for), `threshold` the least
+        probability of one. `steps_ahead` is how many steps are planned for: beyond the coming one by the predictor's
+        rollout (`forecaster.foresee`), which costs as much as a forecast for each.
         `refine` forecasts the running step anew at half of its layers. `replay` forces recorded routing on the model.
         `decode_kernels`: kernels for attention, routing and projections too, where the experts' are those for GPUs;
         False leaves them to XLA, which is slower (docs/benchmarks.md).
@@ -131,6 +134,7 @@ class TokenEngine:
         self._plan_config, self._transfers = make_transfers(
             transfers, model.pools, self.device, self.config, predicted=self.predictor is not None,
             needed=spec.moe.top_k * max_batch, scheduler=scheduler, tasks=tasks, threshold=threshold,
+            steps=steps_ahead,
         )  # fmt: skip
         if self._plan_config is not None:
             self.config = replace(self.config, tasks=self._plan_config.tasks)
@@ -230,6 +234,8 @@ class TokenEngine:
             tags=jnp.zeros((), jnp.int32),
             steps=jnp.zeros((), jnp.int32),
         )
+        if later := self._step_config(greedy=True).later:
+            state = state._replace(later=jnp.zeros((later, self.config.layers, self.config.experts), jnp.float32))
         self._offload = jax.device_put(state, self.device)
         if self.plan.slots == spec.num_keys:
             self._keep(np.ones(spec.num_keys, bool))
@@ -287,7 +293,7 @@ class TokenEngine:
         if max(max_new_tokens) > 1:
             # Before the first token goes out, so that text is not held up right after it began.
             step = self._program(
-                ("step", batch, capacity, config.greedy), "the decode step", jitted_step,
+                ("step", batch, capacity, ends.shape[0], config.greedy), "the decode step", jitted_step,
                 sequences, self._offload, *constant, None if engine is None else engine.link(), predictor, self.replay,
                 config=config,
             )  # fmt: skip
@@ -383,7 +389,7 @@ class TokenEngine:
         args = (read.sequences, self._offload, read.last, self.model.weights, params, ends, read.tally.counts,
                 read.pending, predictor, self.replay)  # fmt: skip
         program = self._program(
-            ("first", batch, capacity, config.greedy), "sampling", first_token, *args, config=config
+            ("first", batch, capacity, ends.shape[0], config.greedy), "sampling", first_token, *args, config=config
         )
         sequences, self._offload, output = program(*args)
         return sequences, output, read

@@ -292,9 +292,11 @@ def first_token(
         coming = token
         if replay is not None:
             coming = jnp.broadcast_to(replay.tokens[offload.steps % replay.tokens.shape[0]], token.shape)
-        state, forecast, _ = forecaster.foresee(
-            config.predictor, predictor, offload.predictor, pending, coming, ~sequences.done, ahead=1
-        )
+        state, forecast, chance = forecaster.foresee(
+            config.predictor, predictor, offload.predictor, pending, coming, ~sequences.done, ahead=1,
+            steps=1 + config.later,
+        )  # fmt: skip
         cache = rescore(offload.cache, forecaster.worth(forecast))
         offload = offload._replace(cache=cache, predictor=state, forecast=forecast)
+        offload = offload._replace(later=chance[1:] if config.later else None)
     return sequences, offload, StepOutput.pack(token, end, counts)

@@ -62,6 +62,16 @@ def test_what_slot_update_takes_longer_than_usual_is_a_wait_where_an_engine_runs
     assert (found["parts_us"]["wait"], found["us_per_step"]["management"]) == (12, 14)
 
 
+def test_what_the_up_projection_takes_longer_where_it_loads_is_a_stall():
+    launches = [
+        Launch(name="fused_moe_load_and_up__3", scope="layer0/moe", start=500.0 * index, duration=duration)
+        for index, duration in enumerate([16.0, 380.0, 15.0, 760.0, 380.0, 17.0])
+    ]
+    found = shares_of(launches, 1)
+    assert found["us_per_step"]["stall"] == 364 + 744 + 364 + 1  # of launches of 16
+    assert found["parts_us"]["moe"] + found["parts_us"]["miss_load"] == sum(launch.duration for launch in launches)
+
+
 def test_overlapping_launches_leave_no_negative_gap():
     launches = [Launch(name=name, scope="head", start=start, duration=5.0) for name, start in (("b", 3.0), ("a", 0.0))]
     assert shares_of(launches, 1)["us_per_step"]["idle"] == 0

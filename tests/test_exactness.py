@@ -101,6 +101,8 @@ def test_end_tokens_end_a_sequence_and_leave_the_others_alone(model, full_load):
     for index, expected in enumerate(full_load["batch"]):
         cut = expected.index(end) + 1 if end in expected else NEW
         assert [event.token for event in events if event.sequence == index] == expected[:cut]
+    # Another number of them is another program, in the same engine.
+    assert generate(engine, PROMPTS, end_tokens=[-2, -3]) == full_load["batch"]
 
 
 def test_an_abandoned_generation_leaves_the_engine_usable(model, full_load):

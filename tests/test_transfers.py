@@ -5,10 +5,13 @@ import time
 import numpy as np
 import pytest
 
+from pallas_kernels.plan_tasks import DEADLINE, KEY
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.engines.base import Faults
+from seqmoe_jax.experts.engines.device_put import DevicePut
 from seqmoe_jax.experts.slots import SlotState, check_invariants
+from seqmoe_jax.forecast import forecaster
 from seqmoe_jax.testing import tiny_model, untrained_predictor
 
 pytest.importorskip("flax.nnx")
@@ -40,13 +43,17 @@ def full_load(model):
     return {"single": generate(engine, PROMPTS[:1]), "batch": generate(engine, PROMPTS)}
 
 
-@pytest.fixture(scope="module", params=["none", "device_put", "callback"])
+@pytest.fixture(scope="module", params=["none", "device_put", "callback", "two steps"])
 def engine(request, model, predictor):
-    engine = TokenEngine(
-        model, residency=0.7, predictor=predictor, transfers=request.param, max_batch=2, tasks=3, threshold=0.01
-    )
+    options, patch = dict(transfers=request.param, threshold=0.01), pytest.MonkeyPatch()
+    if request.param == "two steps":
+        options = dict(transfers="device_put", threshold=0.3, steps_ahead=2)
+        patch.setattr(DevicePut, "ahead", 1)  # as `dma` plans, which needs a GPU
+        patch.setattr(forecaster, "FURTHER", 1.5)  # an untrained predictor is sure of nothing
+    engine = TokenEngine(model, residency=0.7, predictor=predictor, max_batch=2, tasks=3, **options)
     yield engine
     engine.close()
+    patch.undo()
 
 
 def test_tokens_are_those_of_full_load(engine, full_load):
@@ -60,6 +67,22 @@ def test_tokens_are_those_of_full_load(engine, full_load):
         moved = engine._transfers.moved()
         assert moved.landed >= engine.last_stats.experts_prefetched > 0
         assert moved.bytes >= moved.landed * engine.config.layout.block_bytes
+
+
+def test_tasks_have_deadlines_in_all_steps_that_are_planned_for(engine, monkeypatch):
+    if engine.transfers_name != "device_put":
+        pytest.skip("its plans are not to be seen here")
+    first, steps, seen = engine._transfers.ahead - 1, engine._plan_config.steps, set()
+
+    def listen(tasks, clock):
+        for key, deadline in np.asarray(tasks)[[KEY, DEADLINE]].T[np.asarray(tasks)[KEY] >= 0]:
+            step, layer = divmod(int(deadline) - int(clock), 2)
+            assert layer == key // 8
+            seen.add(step)
+
+    monkeypatch.setattr(engine._transfers, "enqueue", listen)
+    generate(engine, PROMPTS[:1])
+    assert seen == set(range(first, first + steps))
 
 
 def test_nothing_is_left_under_way_after_a_request(engine):
@@ -112,6 +135,7 @@ def test_a_worker_that_dies_costs_no_token_and_is_reported(model, predictor, ful
         (dict(transfers="warp"), "expected one of auto, none, device_put, callback, dma"),
         (dict(transfers="device_put"), "need policy seqmoe and a predictor"),
         (dict(transfers="device_put", policy="lru"), "need policy seqmoe and a predictor"),
+        (dict(steps_ahead=0), "planned for at least 1 step, got 0"),
     ],
 )
 def test_an_engine_that_cannot_work_is_refused(model, options, message):

@@ -1,6 +1,7 @@
 """The MoE layer of a decode step, over experts in slots."""
 
 from pallas_kernels.fused_moe.api import fused_moe as fused_moe
+from pallas_kernels.fused_moe.api import moe_on_demand as moe_on_demand
 from pallas_kernels.fused_moe.config import Config as Config
 
-__all__ = ["Config", "fused_moe"]
+__all__ = ["Config", "fused_moe", "moe_on_demand"]

@@ -1,13 +1,16 @@
-"""The public function of the decode kernel."""
+"""The public functions of the decode kernels."""
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from pallas_kernels.backend import Implementation, resolve
 from pallas_kernels.fused_moe import reference
 from pallas_kernels.fused_moe.config import Config
 from pallas_kernels.layout import ExpertLayout
+from pallas_kernels.miss_load import miss_load
 
 
 def fused_moe(
@@ -41,12 +44,7 @@ def fused_moe(
     that is fixed, though each implementation has its own. The result does not depend on which slots the experts
     sit in, to the bit.
     """
-    hidden = layout.hidden
-    if x.shape[1] != hidden or slots.shape[1] != layout.block_elems or slots.dtype != layout.storage:
-        raise ValueError(
-            f"fused_moe: layout expects x[B, {hidden}] and slots {layout.storage}[S, {layout.block_elems}], "
-            f"got x{list(x.shape)} and slots {slots.dtype}{list(slots.shape)}"
-        )
+    _check(x, slots, layout)
     match resolve(implementation):
         case "gpu":
             from pallas_kernels.fused_moe import gpu
@@ -58,3 +56,56 @@ def fused_moe(
             return tpu.fused_moe(x, slots, slot_ids, weights, layout=layout, interpret=interpret)
         case _:
             return reference.fused_moe(x, slots, slot_ids, weights, layout=layout)
+
+
+def moe_on_demand(
+    x: Float[Array, "B H"],
+    slots: Shaped[Array, "S n"],
+    slot_ids: Int[Array, "B K"],
+    weights: Float[Array, "B K"],
+    pool: Shaped[Array, "E n"],
+    experts: Int[Array, " M"],
+    dst: Int[Array, " M"],
+    *,
+    layout: ExpertLayout,
+    implementation: Implementation | None = None,
+    interpret: bool = False,
+    config: Config | None = None,
+) -> tuple[Shaped[Array, "S n"], Float32[Array, "B H"]]:
+    """`miss_load` of the experts that are missing, then `fused_moe`: the slots, and the same output to the bit.
+
+    On GPUs experts that were in slots already compute while the missing ones arrive.
+
+    Args:
+      x, weights, layout, implementation, interpret, config: as of `fused_moe`.
+      slots: donated by the caller's jit and written in place.
+      slot_ids: slot of each route's expert; a route whose slot is in `dst` waits for its expert.
+      pool, experts, dst: as of `miss_load`.
+    """
+    _check(x, slots, layout)
+    if (pool.dtype, pool.shape[1]) != (slots.dtype, slots.shape[1]):
+        raise ValueError(
+            f"moe_on_demand: expected a pool of rows like the slots, {slots.dtype}[E, {slots.shape[1]}], "
+            f"got {pool.dtype}{list(pool.shape)}"
+        )
+    experts, dst = experts.astype(jnp.int32), dst.astype(jnp.int32)
+    implementation = resolve(implementation)
+    if implementation == "gpu":
+        from pallas_kernels.fused_moe import on_demand
+
+        return on_demand.moe_on_demand(
+            x, slots, slot_ids, weights, pool, experts, dst, layout=layout, config=config, interpret=interpret
+        )
+    with jax.named_scope("miss_load"):
+        slots = miss_load(slots, pool, experts, dst, implementation=implementation, interpret=interpret)
+    out = fused_moe(x, slots, slot_ids, weights, layout=layout, implementation=implementation, interpret=interpret)
+    return slots, out
+
+
+def _check(x: Float[Array, "B H"], slots: Shaped[Array, "S n"], layout: ExpertLayout) -> None:
+    hidden = layout.hidden
+    if x.shape[1] != hidden or slots.shape[1] != layout.block_elems or slots.dtype != layout.storage:
+        raise ValueError(
+            f"fused_moe: layout expects x[B, {hidden}] and slots {layout.storage}[S, {layout.block_elems}], "
+            f"got x{list(x.shape)} and slots {slots.dtype}{list(slots.shape)}"
+        )

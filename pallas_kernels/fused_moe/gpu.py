@@ -30,6 +30,44 @@ def _sum_rows(products: list[Float32[Array, "rows ..."]]) -> Float32[Array, " ro
     return jnp.sum(total.reshape(total.shape[0], -1), axis=1)
 
 
+def up_rows(
+    x_ref: tiles.Ref,
+    slots_ref: tiles.Ref,
+    h_ref: tiles.Ref,
+    route: Int[Array, ""],
+    slot: Int[Array, ""],
+    row: Int[Array, ""],
+    *,
+    layout: ExpertLayout,
+    config: Config,
+) -> None:
+    """`config.up_rows` hidden values of one route, from `row` on: the same bits in whichever launch."""
+    token = jax.lax.div(route, jnp.int32(h_ref.shape[0] // x_ref.shape[0]))
+    parts = [
+        tiles.Part(layout=layout, name=name, row=row, col=start, rows=config.up_rows, cols=config.up_cols)
+        for name in ("gate", "up")
+        for start in range(0, layout.hidden, config.up_cols)
+    ]
+    loaded = [part.load(slots_ref, slot[None], None) for part in parts]
+    vectors = {part.col: part.vectors(x_ref, token[None], None) for part in parts if part.name == "gate"}
+    sums = {
+        name: _sum_rows(
+            [
+                part.times(bits, vectors[part.col], None, config.fp8)
+                for part, bits in zip(parts, loaded, strict=True)
+                if part.name == name
+            ]
+        )
+        for name in ("gate", "up")
+    }
+    if layout.biased:
+        bias = functools.partial(tiles.load_bias, slots_ref, slot[None], None, row, layout=layout, rows=config.up_rows)
+        sums = {name: total + jnp.sum(bias(name=name), axis=1) for name, total in sums.items()}
+    value = activate(sums["gate"], sums["up"], layout.activation).astype(h_ref.dtype)
+    mask = tiles.bound(row, config.up_rows, layout.width)
+    plgpu.store(h_ref.at[route, pl.ds(row, config.up_rows)], value, mask=mask)
+
+
 def _up_kernel(
     x_ref: tiles.Ref,
     ids_ref: tiles.Ref,
@@ -39,39 +77,12 @@ def _up_kernel(
     layout: ExpertLayout,
     config: Config,
 ) -> None:
-    """`up_rows` hidden values of one route."""
-    hidden, width = layout.hidden, layout.width
     route, row = pl.program_id(0), pl.program_id(1) * config.up_rows
     slot = ids_ref[route]
-    token = jax.lax.div(route, jnp.int32(ids_ref.shape[0] // x_ref.shape[0]))
 
     @pl.when(slot >= 0)
     def _active() -> None:
-        parts = [
-            tiles.Part(layout=layout, name=name, row=row, col=start, rows=config.up_rows, cols=config.up_cols)
-            for name in ("gate", "up")
-            for start in range(0, hidden, config.up_cols)
-        ]
-        loaded = [part.load(slots_ref, slot[None], None) for part in parts]
-        vectors = {part.col: part.vectors(x_ref, token[None], None) for part in parts if part.name == "gate"}
-        sums = {
-            name: _sum_rows(
-                [
-                    part.times(bits, vectors[part.col], None, config.fp8)
-                    for part, bits in zip(parts, loaded, strict=True)
-                    if part.name == name
-                ]
-            )
-            for name in ("gate", "up")
-        }
-        if layout.biased:
-            bias = functools.partial(
-                tiles.load_bias, slots_ref, slot[None], None, row, layout=layout, rows=config.up_rows
-            )
-            sums = {name: total + jnp.sum(bias(name=name), axis=1) for name, total in sums.items()}
-        value = activate(sums["gate"], sums["up"], layout.activation).astype(h_ref.dtype)
-        mask = tiles.bound(row, config.up_rows, width)
-        plgpu.store(h_ref.at[route, pl.ds(row, config.up_rows)], value, mask=mask)
+        up_rows(x_ref, slots_ref, h_ref, route, slot, row, layout=layout, config=config)
 
     # The hidden values of an inactive route are never written: the down projection does not read them.
 

@@ -26,6 +26,49 @@ class Config:
     num_warps: int = 8
 
 
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """The elements of one expert, divided among programs: neighbours copy neighbouring pieces."""
+
+    length: int  # elements
+    piece: int  # elements that a program copies at a time; a power of two
+    programs: int
+
+    @classmethod
+    def of(cls, slots: Shaped[Array, "S n"], *, programs: int, piece_bytes: int) -> Division:
+        """Among `programs` at most. No piece is larger than the smallest power of two that covers the expert."""
+        length = slots.shape[1]
+        piece = min(piece_bytes // slots.dtype.itemsize, pl.next_power_of_2(length))
+        return cls(length=length, piece=piece, programs=min(programs, pl.cdiv(length, piece)))
+
+    def copy(self, pool: Any, slots: Any, expert: Array, slot: Array, program: Array) -> None:
+        """What one program copies of `pool[expert]` to `slots[slot]`."""
+        each = pl.cdiv(pl.cdiv(self.length, self.piece), self.programs)
+        exact = self.programs * each * self.piece == self.length
+
+        def copy_piece(i: Array, carry: None) -> None:
+            index = (i * self.programs + program) * self.piece + jnp.arange(self.piece, dtype=jnp.int32)
+            if exact:  # no piece reaches beyond the expert, where the next slot lies
+                slots[slot, index] = pool[expert, index]
+            else:
+                inside = index < self.length
+                value = plgpu.load(pool.at[expert, index], mask=inside)
+                plgpu.store(slots.at[slot, index], value, mask=inside)
+
+        jax.lax.fori_loop(0, each, copy_piece, None)
+
+
+def check_addressable(slots: Shaped[Array, "S n"], pool: Shaped[Array, "E n"]) -> None:
+    """Raises `ValueError` where Triton kernels would address the upper half of an array wrongly."""
+    for name, array in (("slots", slots), ("pool", pool)):
+        # Pallas has signed 32-bit element offsets for arrays of up to 2**32 bytes: too short for bytes.
+        if array.size > 2**31 and array.size * array.dtype.itemsize <= 2**32:
+            raise ValueError(
+                f"{name}: {array.dtype}{list(array.shape)} is between 2 and 4 GiB, which Triton kernels index "
+                "wrongly for one-byte elements: use fewer or more rows, or implementation='xla'"
+            )
+
+
 def miss_load_gpu(
     slots: Shaped[Array, "S n"],
     pool: Shaped[Array, "E n"],
@@ -36,24 +79,13 @@ def miss_load_gpu(
     interpret: bool = False,
 ) -> Shaped[Array, "S n"]:
     """See `miss_load`."""
-    for name, array in (("slots", slots), ("pool", pool)):
-        # Pallas has signed 32-bit element offsets for arrays of up to 2**32 bytes: too short for bytes.
-        if array.size > 2**31 and array.size * array.dtype.itemsize <= 2**32:
-            raise ValueError(
-                f"{name}: {array.dtype}{list(array.shape)} is between 2 and 4 GiB, which Triton kernels index "
-                "wrongly for one-byte elements: use fewer or more rows, or implementation='xla'"
-            )
+    check_addressable(slots, pool)
     config = config or Config()
-    length = slots.shape[1]
-    # At most the smallest power of two that covers the block: small experts are one piece each.
-    piece = min(config.piece_bytes // slots.dtype.itemsize, pl.next_power_of_2(length))
-    pieces = pl.cdiv(length, piece)
-    programs = min(config.programs, pieces)
-    each = pl.cdiv(pieces, programs)
+    division = Division.of(slots, programs=config.programs, piece_bytes=config.piece_bytes)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
-        partial(_kernel, length=length, piece=piece, pieces_each=each, exact=programs * each * piece == length),
-        grid=(experts.shape[0], programs),
+        partial(_kernel, division=division),
+        grid=(experts.shape[0], division.programs),
         out_shape=jax.ShapeDtypeStruct(slots.shape, slots.dtype),
         in_specs=[anywhere] * 4,
         out_specs=anywhere,
@@ -64,34 +96,10 @@ def miss_load_gpu(
     )(slots, pool, experts, dst)
 
 
-def _kernel(
-    _slots: Any,
-    pool: Any,
-    experts: Any,
-    dst: Any,
-    slots: Any,
-    *,
-    length: int,
-    piece: int,
-    pieces_each: int,
-    exact: bool,
-) -> None:
+def _kernel(_slots: Any, pool: Any, experts: Any, dst: Any, slots: Any, *, division: Division) -> None:
     miss, program = pl.program_id(0), pl.program_id(1)
     slot = dst[miss]
 
     @pl.when(slot >= 0)
     def _() -> None:
-        expert = experts[miss]
-
-        def copy(i: Array, carry: None) -> None:
-            # Neighbouring programs read neighbouring pieces.
-            start = (i * pl.num_programs(1) + program) * piece
-            index = start + jnp.arange(piece, dtype=jnp.int32)
-            if exact:  # no piece reaches beyond the expert, where the next slot lies
-                slots[slot, index] = pool[expert, index]
-            else:
-                inside = index < length
-                value = plgpu.load(pool.at[expert, index], mask=inside)
-                plgpu.store(slots.at[slot, index], value, mask=inside)
-
-        jax.lax.fori_loop(0, pieces_each, copy, None)
+        division.copy(pool, slots, experts[miss], slot, program)

@@ -36,6 +36,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     ),
     "dma-alg1": dict(policy="seqmoe", predicted=True, options=dict(transfers="dma", refine=False)),
     "dma": dict(policy="seqmoe", predicted=True, options=dict(transfers="dma")),
+    "dma-2-steps": dict(policy="seqmoe", predicted=True, options=dict(transfers="dma", steps_ahead=2)),
+    "dma-3-steps": dict(policy="seqmoe", predicted=True, options=dict(transfers="dma", steps_ahead=3)),
 }
 
 

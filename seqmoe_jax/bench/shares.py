@@ -37,6 +37,8 @@ SCOPE_OF_KERNEL = {
     "miss_load": "miss_load",
     "plan_tasks": "plan",
     "fused_moe_up": "moe",
+    "fused_moe_load_and_up": "moe",
+    "fused_moe_up_late": "moe",
     "fused_moe_down": "moe",
     "router_choice": "moe",
     "matvec": "mixer",
@@ -77,8 +79,11 @@ def shares_of(launches: Sequence[Launch], steps: int, *, engine: bool = False) -
     """Microseconds per step by class and by scope, and the kernels that take most.
 
     The four classes of Figure 9, what belongs to none (`other`), and the gaps (`idle`) between the first start and the
-    last end; `share` is of the time that is not idle. With a transfer `engine`, `slot_update` also waits for experts
-    under way: what a launch takes beyond the median launch is counted as stall, under `wait`.
+    last end; `share` is of the time that is not idle. Two kernels do work of two classes: what a launch takes beyond a
+    usual one is stall. With a transfer `engine`, `slot_update` also waits for experts under way (`wait`); the median
+    launch is usual. `fused_moe_load_and_up` computes while it loads what is missing (`miss_load`); usual is the median
+    of those up to twice as long as the shortest, which load nothing, if there are such. Where every launch loads
+    something, the shortest counts as compute, and the stall is a lower bound.
     """
     if not launches or steps < 1:
         raise ProfileError(f"expected launches of at least one step, got {len(launches)} of {steps}")
@@ -87,12 +92,15 @@ def shares_of(launches: Sequence[Launch], steps: int, *, engine: bool = False) -
     for launch in launches:
         parts[launch.part] += launch.duration
         kernels[launch.kernel, launch.part].append(launch.duration)
-    if engine:
-        updates = [duration for (kernel, _), each in kernels.items() if kernel == "slot_update" for duration in each]
-        usual = statistics.median(updates) if updates else 0.0
-        waited = sum(max(0.0, duration - usual) for duration in updates)
+    if engine and (updates := _durations(launches, "slot_update")):
+        waited = _beyond(statistics.median(updates), updates)
         parts["slot_update"] -= waited
         parts["wait"] += waited
+    if ups := _durations(launches, "fused_moe_load_and_up"):
+        without_loads = 2 * min(ups)
+        loaded = _beyond(statistics.median(up for up in ups if up <= without_loads), ups)
+        parts["moe"] -= loaded
+        parts["miss_load"] += loaded
     by_class = {name: sum(parts.get(part, 0.0) for part in members) for name, members in CLASSES.items()}
     busy = sum(by_class.values())
     ranked = sorted(kernels.items(), key=lambda item: -sum(item[1]))
@@ -113,6 +121,14 @@ def shares_of(launches: Sequence[Launch], steps: int, *, engine: bool = False) -
             for (kernel, part), each in ranked[:TOP]
         ],
     }
+
+
+def _durations(launches: Sequence[Launch], kernel: str) -> list[float]:
+    return [launch.duration for launch in launches if launch.kernel == kernel]
+
+
+def _beyond(usual: float, durations: Sequence[float]) -> float:
+    return sum(max(0.0, duration - usual) for duration in durations)
 
 
 def _idle(launches: Sequence[Launch]) -> float:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from pallas_kernels.backend import Implementation, rows_to_allocate
-from pallas_kernels.fused_moe import fused_moe
+from pallas_kernels.fused_moe import fused_moe, moe_on_demand
 from pallas_kernels.layout import ExpertLayout
 from pallas_kernels.miss_load import miss_load
 from pallas_kernels.plan_tasks.reference import rescored
@@ -70,25 +70,32 @@ def empty_cache(config: CacheConfig) -> SlotCache:
     )
 
 
-def bring_in(
+class Misses(NamedTuple):
+    """What is to be loaded: valid entries first, then -1."""
+
+    experts: Int32[Array, " M"]
+    slots: Int32[Array, " M"]
+
+
+def find_slots(
     cache: SlotCache,
-    pool: Shaped[Array, "E n"],
     ids: Int[Array, " M"],
     layer: Int[Array, ""] | int,
     config: CacheConfig,
     transfers: Transfers | None = None,
     elapsed: int = 0,
-) -> tuple[SlotCache, Int[Array, " M"], Int32[Array, " 3"]]:
-    """Makes the experts `ids` of a MoE layer resident (-1: none) and says in which slots: steps 1 to 3 of Figure 5.
+) -> tuple[SlotCache, Int[Array, " M"], Misses | None, Int32[Array, " 3"]]:
+    """Gives every one of the experts `ids` of a MoE layer a slot (-1: none): steps 1 and 2 of Figure 5.
 
     The time is the cache's clock, which this leaves as it is, plus `elapsed` layers.
-    Returns the cache, the slot of every id and the counts (routed, hits, misses) of distinct experts.
+    Returns the cache, the slot of every id, which experts are to be loaded into theirs (None: the cache is not
+    managed, all are there), and the counts (routed, hits, misses) of distinct experts.
     """
     first_key = jnp.asarray(layer, jnp.int32) * config.experts
     if not config.managed:
         routed = _count_distinct(ids, config.experts)
         slots = jnp.where(ids >= 0, first_key + ids, -1)
-        return cache, slots, jnp.stack([routed, routed, jnp.zeros_like(routed)])
+        return cache, slots, None, jnp.stack([routed, routed, jnp.zeros_like(routed)])
     with jax.named_scope("slot_update"):
         tables, slots, miss_expert, miss_slot, counts = slot_update(
             cache.tables,
@@ -104,9 +111,23 @@ def bring_in(
             progress=None if transfers is None else transfers.progress,
             implementation=config.implementation,
         )
-    with jax.named_scope("miss_load"):
-        blocks = miss_load(cache.blocks, pool, miss_expert, miss_slot, implementation=config.implementation)
-    return cache._replace(blocks=blocks, tables=tables), slots, counts
+    return cache._replace(tables=tables), slots, Misses(miss_expert, miss_slot), counts
+
+
+def bring_in(
+    cache: SlotCache,
+    pool: Shaped[Array, "E n"],
+    ids: Int[Array, " M"],
+    layer: Int[Array, ""] | int,
+    config: CacheConfig,
+) -> tuple[SlotCache, Int[Array, " M"], Int32[Array, " 3"]]:
+    """`find_slots`, and step 3: the experts that are missing are loaded."""
+    cache, slots, misses, counts = find_slots(cache, ids, layer, config)
+    if misses is not None:
+        with jax.named_scope("miss_load"):
+            blocks = miss_load(cache.blocks, pool, *misses, implementation=config.implementation)
+        cache = cache._replace(blocks=blocks)
+    return cache, slots, counts
 
 
 def _count_distinct(ids: Int[Array, " M"], experts: int) -> Int32[Array, ""]:
@@ -115,7 +136,7 @@ def _count_distinct(ids: Int[Array, " M"], experts: int) -> Int32[Array, ""]:
 
 
 def all_hits(ids: Int[Array, "L B K"], config: CacheConfig) -> Int32[Array, " 3"]:
-    """The counts of a step of an unmanaged cache: what `bring_in` says, for all layers together."""
+    """The counts of a step of an unmanaged cache: what `find_slots` says, for all layers together."""
     experts = jnp.arange(config.experts, dtype=jnp.int32)
     routed = (ids.reshape(ids.shape[0], -1, 1) == experts).any(axis=1).sum(dtype=jnp.int32)
     return jnp.stack([routed, routed, jnp.zeros_like(routed)])
@@ -132,10 +153,15 @@ def moe_decode(
     transfers: Transfers | None = None,
 ) -> tuple[Float32[Array, "B H"], SlotCache, Int32[Array, " 3"]]:
     """One MoE layer of a decode step, in which the clock stands still: a step sets it forward at its end."""
-    cache, slots, counts = bring_in(cache, pool, ids.reshape(-1), layer, config, transfers, elapsed=layer)
-    y = fused_moe(
-        x, cache.blocks, slots.reshape(ids.shape), weights, layout=config.layout, implementation=config.implementation
-    )
+    cache, slots, misses, counts = find_slots(cache, ids.reshape(-1), layer, config, transfers, elapsed=layer)
+    slots, blocks = slots.reshape(ids.shape), cache.blocks
+    if misses is None:
+        y = fused_moe(x, blocks, slots, weights, layout=config.layout, implementation=config.implementation)
+    else:
+        blocks, y = moe_on_demand(
+            x, blocks, slots, weights, pool, *misses, layout=config.layout, implementation=config.implementation
+        )
+        cache = cache._replace(blocks=blocks)
     return y, cache, counts
 
 

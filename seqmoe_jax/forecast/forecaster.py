@@ -20,6 +20,7 @@ from seqmoe_jax.models.routers import hash_experts
 Forecast = Float32[Array, "2 keys"]
 
 SCORE_UNIT = 2.0**24  # slot scores are int32; worths below 2 keep 24 bits
+FURTHER = 2 / 3  # trust in a forecast, per step beyond the first one planned for: least probabilities .2, .3, .45, ...
 PENDING = 1.0  # weight of the retention of an expert whose layer is still to come: half cost .018 of hit rate at 25 %
 
 
@@ -81,19 +82,24 @@ def foresee(
     active: Bool[Array, " B"],
     *,
     ahead: int,
-) -> tuple[dict[str, Any], Forecast, Float32[Array, "L E"]]:
-    """The state after a step, the forecast for the coming one, and the probabilities `ahead` steps on, to plan by."""
+    steps: int,
+) -> tuple[dict[str, Any], Forecast, Float32[Array, "C L E"]]:
+    """The state after a step, the forecast for the coming one, and what to plan by: the probabilities of `steps` (C)
+    steps, the first of them `ahead` steps on, those after it weighed by `FURTHER` to the power of their distance.
+
+    Beyond the coming step they are the predictor's rollout (paper 5.3), which leaves the state as it is.
+    """
     state, following, retention = plain.step(
         config, predictor, state, routing.astype(predictor["in_proj"].dtype), tokens
     )
     batch = tokens.shape[0]
     coming = mean_over(following.reshape(batch, -1), active)
     kept = mean_over(retention[:, 0].reshape(batch, -1), active)
-    planned = coming
-    if ahead > 1:
-        rolled = plain.rollout(config, predictor, state, ahead)[:, -1]
-        planned = mean_over(rolled.reshape(batch, -1), active)
-    return state, jnp.stack([coming, kept]), planned.reshape(config.layers, config.experts)
+    planned = [coming]
+    if (last := ahead + steps - 1) > 1:
+        rolled = plain.rollout(config, predictor, state, last)[:, ahead - 1 :]
+        planned = [mean_over(rolled[:, n].reshape(batch, -1), active) * FURTHER**n for n in range(steps)]
+    return state, jnp.stack([coming, kept]), jnp.stack(planned).reshape(steps, config.layers, config.experts)
 
 
 def refine(

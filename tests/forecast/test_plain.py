@@ -1,12 +1,14 @@
 """The decode step's predictor equals the trained module; rollouts leave no trace; echoes are found as in training."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from seqmoe_jax.forecast import plain
+from seqmoe_jax.forecast import forecaster, plain
 from seqmoe_jax.forecast.by_rows import ByRows, by_rows
 from seqmoe_jax.forecast.config import PredictorConfig, Retention
 from seqmoe_jax.forecast.data import prepare
@@ -97,6 +99,23 @@ def test_rollout_starts_with_the_one_step_forecast_and_feeds_itself_back():
     fed = plain.activate(jax.nn.softmax(state["logits"]), 2).reshape(2, 18)
     _, second, _ = STEP(config, weights, state, fed, jnp.array([-1, -1]))
     np.testing.assert_allclose(ahead[:, 1], second, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("ahead", "steps"), [(1, 1), (1, 3), (2, 2)])
+def test_plans_follow_the_rollout_and_trust_it_less_with_every_step(ahead, steps):
+    config, weights = make("activations+token")
+    state, tokens = plain.init_state(config, 3), jnp.array([1, 2, 3])
+    routing, active = jax.random.uniform(jax.random.key(0), (3, config.keys)), jnp.array([True, False, True])
+    after, forecast, chance = jax.jit(forecaster.foresee, static_argnums=0, static_argnames=("ahead", "steps"))(
+        config, weights, state, routing, tokens, active, ahead=ahead, steps=steps
+    )
+    expected, following, _ = STEP(config, weights, state, routing, tokens)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), after, expected)
+    np.testing.assert_allclose(forecast[0].reshape(3, 6), following[jnp.array([0, 2])].mean(0), rtol=1e-5)
+    rolled = plain.rollout(config, weights, expected, ahead + steps - 1)[jnp.array([0, 2])].mean(0)
+    assert chance.shape == (steps, 3, 6)
+    for n in range(steps):
+        np.testing.assert_allclose(chance[n], rolled[ahead - 1 + n] * forecaster.FURTHER**n, rtol=1e-4)
 
 
 def test_the_graph_is_made_without_weights():

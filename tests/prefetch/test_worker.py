@@ -113,6 +113,18 @@ def test_tasks_that_are_late_or_not_wanted_are_given_back(step):
     assert step.engine.moved().late == 2
 
 
+def test_a_task_of_a_later_step_outlives_its_layer_in_the_running_one(step):
+    step.engine.inject(Faults(delay_s=0.05))
+    step.post(0, (7, 0.8, 1 + LAYERS, 6, 2))
+    while not step.answer(6):
+        time.sleep(1e-3)
+    for position in (1, 2, 3):
+        step.at(position)
+        time.sleep(5e-3)
+    assert step.answers(6) == [2]
+    assert (step.engine.moved().landed, step.engine.moved().given_up) == (1, 0)
+
+
 def test_a_plan_read_twice_is_answered_once(step):
     step.post(0, (13, 0.9, 2, 4, 1))
     assert step.answers(4) == [1]

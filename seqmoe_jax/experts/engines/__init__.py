@@ -45,13 +45,17 @@ def make_transfers(
     scheduler: str,
     tasks: int | None,
     threshold: float,
+    steps: int,
 ) -> tuple[PlanConfig | None, TransferEngine | None]:
     """The planning and the engine that a model, its policy and the backend allow; None where nothing is prefetched.
 
     `predicted`: there is a forecast to plan by. `needed`: the most slots that a layer of a step can use. `tasks`: most
-    tasks open at a time; by default one more than fit into a step. Raises `ConfigError` for an engine that cannot work.
+    tasks open at a time; by default one more than fit into the `steps` that are planned for.
+    Raises `ConfigError` for an engine that cannot work.
     """
     check_engine(name)
+    if steps < 1:
+        raise ConfigError(f"transfers are planned for at least 1 step, got {steps}")
     if not predicted:
         if name not in ("auto", "none") and cache.slots < cache.layers * cache.experts:
             raise ConfigError(f"transfers {name!r} need policy seqmoe and a predictor; load with predictor=...")
@@ -60,10 +64,10 @@ def make_transfers(
     if name == "none":
         return None, None
     if tasks is None:
-        fit = cache.layers / typical_transfer_cost(cache.layout.block_bytes)
+        fit = steps * cache.layers / typical_transfer_cost(cache.layout.block_bytes)
         tasks = min(max(math.ceil(fit) + 1, TASKS[0]), TASKS[1])
     plan = PlanConfig(
-        layers=cache.layers, experts=cache.experts, tasks=tasks, threshold=threshold,
+        layers=cache.layers, experts=cache.experts, tasks=tasks, threshold=threshold, steps=steps,
         keep=min(2 * needed, cache.experts),
     )  # fmt: skip
     config = EngineConfig(plan=plan, expert_bytes=cache.layout.block_bytes, slots=cache.slots, scheduler=scheduler)
