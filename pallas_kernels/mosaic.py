@@ -1,8 +1,13 @@
 """What the kernels with Pallas's Mosaic GPU lowering share: rows of a matrix copied whole, multiplied and summed.
 
-For Hopper and newer. A program is a warpgroup of four warps; a warp has a row, a lane eight neighbouring elements of
-every 256. Rows lie next to each other in memory, so a tile of them is one bulk copy into shared memory, without a
-tensor map; it lands as it is read, without bank conflicts. A row is summed within its warp.
+For Hopper and newer. **The model does not use them**: the Triton lowering is faster for a decode step's experts, Mosaic
+for its projections alone (docs/benchmarks.md, "Both lowerings for GPUs"). They are kept working as the ground to build
+on where Pallas's Triton lowering ends. They take bf16 whose rows are multiples of 256 elements; norms, residuals,
+biases, FP8 and MXFP4 are not written. `matvec.mosaic` is of one vector, `fused_moe.mosaic` was timed at batch 1.
+
+A program is a warpgroup of four warps; a warp has a row, a lane eight neighbouring elements of every 256. Rows lie next
+to each other in memory, so that all of a program's are one bulk copy into shared memory, without a tensor map; it lands
+as it is read, without bank conflicts. A row is summed within its warp.
 """
 
 from __future__ import annotations
@@ -24,8 +29,6 @@ COLUMNS = TILE.reduce(0)  # of a vector that meets a tile: every warp has it
 # The other semantics would have tiles swizzled, and copied by tensor map. No program writes memory that it reads
 # itself, so none needs the barriers that would be put around every store.
 PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
-TENSOR_MAPS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
-
 
 # JAX 0.10 wants an index as well.
 _load: Any = functools.partial(plgpu.load, idx=()) if jax.__version_info__ < (0, 11) else plgpu.load
@@ -41,18 +44,18 @@ def load_vector(ref: Ref) -> list[BFloat16[Array, " 256"]]:
     return [_load(ref.at[span], layout=COLUMNS, optimized=False) for span in _spans(ref.shape[-1])]
 
 
-def load_rows(ref: Ref, *, shared: bool = True) -> list[Array]:
-    """A tile in shared or in global memory, `[rows, 256]` each piece; bf16 also where it is stored as integers."""
-    pieces = [_load(ref.at[:, span], layout=TILE, optimized=shared) for span in _spans(ref.shape[-1])]
+def load_rows(ref: Ref) -> list[BFloat16[Array, "rows 256"]]:
+    """Rows in shared memory, in pieces; bf16 also where they are stored as integers."""
+    pieces = [_load(ref.at[:, span], layout=TILE) for span in _spans(ref.shape[-1])]
     return [jax.lax.bitcast_convert_type(piece, jnp.bfloat16) for piece in pieces]
 
 
-def products(tile: list[BFloat16[Array, "rows 256"]], vector: list[BFloat16[Array, " 256"]]) -> Float32[Array, " rows"]:
+def products(rows: list[BFloat16[Array, "rows 256"]], vector: list[BFloat16[Array, " 256"]]) -> Float32[Array, " rows"]:
     """Rows times vector: element by element along the pieces first, then across lanes once."""
     parts = [
-        rows.astype(jnp.float32)
-        * plgpu.layout_cast(jax.lax.broadcast_in_dim(piece.astype(jnp.float32), rows.shape, (1,)), TILE)
-        for rows, piece in zip(tile, vector, strict=True)
+        tile.astype(jnp.float32)
+        * plgpu.layout_cast(jax.lax.broadcast_in_dim(piece.astype(jnp.float32), tile.shape, (1,)), TILE)
+        for tile, piece in zip(rows, vector, strict=True)
     ]
     return jnp.sum(functools.reduce(jnp.add, parts), axis=1)
 

@@ -1,10 +1,11 @@
-"""`matvec` with Pallas's Mosaic GPU lowering, for one bf16 vector: Hopper and newer."""
+"""`matvec` with Pallas's Mosaic GPU lowering: one bf16 vector, no norm, bias or residual; not used by the model.
+
+See `pallas_kernels.mosaic` for what it covers and why it is here.
+"""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
@@ -14,65 +15,35 @@ from jaxtyping import Array, BFloat16
 from pallas_kernels import mosaic
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """A program makes `tiles` times `rows` outputs; all its bytes are asked for at once.
-
-    `through` says where the matrix waits: in shared memory, copied there by the hardware, by address or by tensor map
-    and swizzled, or in registers. `early` lets the next kernel begin, and reads the matrix, while the kernel before is
-    still at work.
-    """
-
-    rows: int = 8
-    tiles: int = 1
-    through: Literal["shared", "tensor map", "registers"] = "shared"
-    early: bool = False
-
-
 def matvec(
-    x: BFloat16[Array, " I"], w: BFloat16[Array, "O I"], *, config: Config = Config(), interpret: Any = None
+    x: BFloat16[Array, " I"], w: BFloat16[Array, "O I"], *, rows: int = 8, interpret: Any = None
 ) -> BFloat16[Array, " O"]:
-    """`W x`, summed in float32. I is a multiple of 256, O of the rows of a program, these of 4."""
+    """`W x`, summed in float32; a program makes `rows` outputs, and asks for all its bytes at once.
+
+    I is a multiple of 256, O of `rows`, and `rows` of 4.
+    """
     outputs, width = w.shape
-    per_program = config.rows * config.tiles
-    if width % mosaic.SPAN or config.rows % mosaic.WARPS or outputs % per_program:
+    if width % mosaic.SPAN or rows % mosaic.WARPS or outputs % rows:
         raise ValueError(
-            f"matvec: expected W[O, I] with I a multiple of {mosaic.SPAN} and O of {per_program}, got W{list(w.shape)}"
+            f"matvec: expected W[O, I] with I a multiple of {mosaic.SPAN}, O of rows and rows of {mosaic.WARPS}, "
+            f"got W{list(w.shape)} and rows={rows}"
         )
-    scratch: list[Any] = [
-        plgpu.SMEM((config.tiles, config.rows, width), w.dtype),
-        plgpu.Barrier(num_barriers=config.tiles),
-    ]
     return plgpu.kernel(
-        functools.partial(_kernel, config=config),
+        _kernel,
         out_type=jax.ShapeDtypeStruct((outputs,), x.dtype),
-        grid=(outputs // per_program,),
+        grid=(outputs // rows,),
         grid_names=("program",),
-        scratch_types=scratch if config.through != "registers" else [],
-        compiler_params=mosaic.TENSOR_MAPS if config.through == "tensor map" else mosaic.PARAMS,
+        scratch_types=[plgpu.SMEM((rows, width), w.dtype), plgpu.Barrier()],
+        compiler_params=mosaic.PARAMS,
         interpret=interpret,
         kernel_name="matvec_mosaic",
     )(x, w)
 
 
-def _kernel(x_ref: Any, w_ref: Any, out_ref: Any, *scratch: Any, config: Config) -> None:
-    start = jax.lax.axis_index("program") * (config.rows * config.tiles)
-    rows = [pl.ds(start + config.rows * tile, config.rows) for tile in range(config.tiles)]
-    if config.early:
-        plgpu.griddepcontrol_launch_dependents()
-    if config.through != "registers":
-        tiles_ref, barriers = scratch
-        for tile, where in enumerate(rows):
-            mosaic.copy_rows(w_ref.at[where], tiles_ref.at[tile], barriers.at[tile])
-    else:
-        loaded = [mosaic.load_rows(w_ref.at[where], shared=False) for where in rows]
-    if config.early:
-        plgpu.griddepcontrol_wait()
+def _kernel(x_ref: Any, w_ref: Any, out_ref: Any, rows_ref: Any, barrier: Any) -> None:
+    rows = rows_ref.shape[0]
+    here = pl.ds(jax.lax.axis_index("program") * rows, rows)
+    mosaic.copy_rows(w_ref.at[here], rows_ref, barrier)
     vector = mosaic.load_vector(x_ref)
-    for tile, where in enumerate(rows):
-        if config.through != "registers":
-            plgpu.barrier_wait(barriers.at[tile])
-            matrix = mosaic.load_rows(tiles_ref.at[tile])
-        else:
-            matrix = loaded[tile]
-        mosaic.store(out_ref.at[where], mosaic.products(matrix, vector).astype(out_ref.dtype))
+    plgpu.barrier_wait(barrier)
+    mosaic.store(out_ref.at[here], mosaic.products(mosaic.load_rows(rows_ref), vector).astype(out_ref.dtype))

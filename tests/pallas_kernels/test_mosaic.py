@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fused_moe import mosaic as moe
 from pallas_kernels.fused_moe.reference import fused_moe
 from pallas_kernels.layout import swiglu_layout
-from pallas_kernels.matvec.mosaic import Config, matvec
+from pallas_kernels.matvec.mosaic import matvec
 from tests.pallas_kernels.experts import random_slots
 from tests.pallas_kernels.lowering import lower_for
 
@@ -25,11 +25,11 @@ def interpreter():
 
 
 @interpreted
-@pytest.mark.parametrize("config", [Config(rows=8, tiles=2), Config(rows=4, through="registers")])
-def test_matvec_is_the_product_in_float32_rounded_once(config):
+@pytest.mark.parametrize("rows", [4, 16])
+def test_matvec_is_the_product_in_float32_rounded_once(rows):
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=512).astype(BF16), rng.normal(size=(32, 512)).astype(BF16)
-    actual = matvec(jnp.asarray(x), jnp.asarray(w), config=config, interpret=interpreter())
+    actual = matvec(jnp.asarray(x), jnp.asarray(w), rows=rows, interpret=interpreter())
     np.testing.assert_allclose(np.float32(actual), np.float32(w) @ np.float32(x), rtol=2**-8, atol=1e-4)
 
 
@@ -43,19 +43,16 @@ def test_the_projections_are_the_reference_and_skip_inactive_routes():
     weights = jnp.asarray(rng.random((2, 3)), jnp.float32)
     expected = fused_moe(x, slots, ids, weights, layout=layout)
     weights = weights.at[0, 2].set(jnp.nan)  # must not matter
-    up, down = moe.Config(rows=32, tiles=2), moe.Config(rows=128)
-    h = moe.project_up(x, slots, ids.reshape(-1), layout=layout, config=up, interpret=interpreter())
-    actual = moe.project_down(
-        h, slots, ids.reshape(-1), weights.reshape(-1), 2, layout=layout, config=down, interpret=interpreter()
-    )
+    ids, weights = ids.reshape(-1), weights.reshape(-1)
+    h = moe.project_up(x, slots, ids, layout=layout, rows=64, interpret=interpreter())
+    actual = moe.project_down(h, slots, ids, weights, 2, layout=layout, rows=128, interpret=interpreter())
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_all_kernels_lower_for_cuda():
     def layer(x, w, slots, ids, weights):
-        x = matvec(matvec(x, w, config=Config(early=True)), w, config=Config(through="registers", rows=4))
-        h = moe.project_up(x[None], slots, ids, layout=LAYOUT, config=moe.Config(early=True))
-        return moe.project_down(h, slots, ids, weights, 1, layout=LAYOUT, config=moe.Config(early=True))
+        h = moe.project_up(matvec(x, w)[None], slots, ids, layout=LAYOUT)
+        return moe.project_down(h, slots, ids, weights, 1, layout=LAYOUT)
 
     shapes = (
         ((512,), BF16),
@@ -65,13 +62,13 @@ def test_all_kernels_lower_for_cuda():
         ((3,), np.float32),
     )
     text = lower_for("cuda", layer, *(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes))
-    assert text.count("@mosaic_gpu_v2") == 4
+    assert text.count("@mosaic_gpu_v2") == 3
 
 
 @pytest.mark.parametrize(("shape", "rows"), [((32, 300), 8), ((30, 256), 4), ((32, 256), 6)])
 def test_matvec_says_which_shapes_it_takes(shape, rows):
     with pytest.raises(ValueError, match="multiple of 256"):
-        matvec(jnp.zeros(shape[1], BF16), jnp.zeros(shape, BF16), config=Config(rows=rows))
+        matvec(jnp.zeros(shape[1], BF16), jnp.zeros(shape, BF16), rows=rows)
 
 
 def test_the_projections_say_which_experts_they_take():
