@@ -230,7 +230,10 @@ def attention_jobs(layers: int, sweep: bool) -> Iterator[Job]:
 
 def matvec_jobs(layers: int, sweep: bool) -> Iterator[Job]:
     """Projections in plain XLA and by the kernel in several block shapes; of the head there is only one."""
-    shapes = {"qkv": (5120, HIDDEN), "o": (HIDDEN, 4096), "router": (128, HIDDEN), "head": (VOCAB, HIDDEN)}
+    shapes = {
+        "qkv": (5120, HIDDEN), "o": (HIDDEN, 4096), "router": (128, HIDDEN), "router of 32": (32, HIDDEN),
+        "head": (VOCAB, HIDDEN),
+    }  # fmt: skip
     for name, (outputs, width) in shapes.items():
         count = 2 if name == "head" else layers
         w = [draw(index, outputs, width, scale=width**-0.5) for index in range(count)]
@@ -239,7 +242,7 @@ def matvec_jobs(layers: int, sweep: bool) -> Iterator[Job]:
         default = default_config(width, 2)
         configs: list[projection.Config | None] = [None, default]
         if sweep:
-            grid = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8), (16, 4), (16, 8), (32, 8)]
+            grid = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 2), (4, 4), (4, 8), (8, 4), (8, 8), (16, 8)]
             configs += [dataclasses.replace(default, rows=rows, warps=warps) for rows, warps in grid]
         for batch in (1, 4):
             for config in dict.fromkeys(configs):

@@ -23,7 +23,9 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -39,12 +41,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.fused_moe import Config, fused_moe, gpu
-from pallas_kernels.fused_moe.config import default_config
+from pallas_kernels.fused_moe.config import Fp8Mode, default_config
 from pallas_kernels.fused_moe.swiglu import activate, hidden_dtype, unpack_weight
 from pallas_kernels.grouped_moe import Config as GroupedConfig
 from pallas_kernels.grouped_moe import assign_blocks, grouped_moe
 from pallas_kernels.grouped_moe.config import default_config as default_grouped_config
 from pallas_kernels.layout import FP4, FP8, Activation, ExpertLayout, Field, swiglu_layout
+from seqmoe_jax.bench.shares import read_profile
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 # K, H, F, dtype of the experts.
@@ -55,7 +58,6 @@ SHAPES: dict[str, tuple[int, int, int, np.dtype]] = {
     "gpt-oss": (4, 2880, 2880, BF16),
     "gpt-oss-mxfp4": (4, 2880, 2880, FP4),
 }
-SWEEP = (("qwen3-30b-fp8", 1), ("peer", 1), ("gpt-oss", 1), ("qwen3-30b-fp8", 4))
 CALLS = 12  # chained in one computation, as the layers of a model are; compiling takes as long as there are calls
 IN_FLIGHT = 8  # computations dispatched before one is waited for
 TOLERANCE = 4e-3  # relative norm; bf16 rounding of hidden values that fall the other way
@@ -209,6 +211,7 @@ class Job:
     chain: Callable[..., tuple[jax.Array, jax.Array]]
     start: jax.Array
     nbytes: int  # of expert weights that the calls need, each
+    profiled: bool = False  # also say how long each kernel takes by itself
 
     def __post_init__(self) -> None:
         self.ids = self.case.ids
@@ -237,7 +240,26 @@ class Job:
             jax.block_until_ready(state)
             times.append((time.perf_counter() - start) / IN_FLIGHT / CALLS * 1e6)
         us = statistics.median(times)
-        return row | {"us": us, "least_us": min(times), "tb_per_s": self.nbytes / us / 1e6}
+        row |= {"us": us, "least_us": min(times), "tb_per_s": self.nbytes / us / 1e6}
+        if self.profiled:
+            row["kernels_us"] = kernel_times(compiled, state, rest)
+            row["kernels_tb_per_s"] = self.nbytes / sum(row["kernels_us"].values()) / 1e6
+        return row
+
+
+def kernel_times(compiled: Any, state: jax.Array, rest: tuple[Any, ...]) -> dict[str, float]:
+    """Microseconds of each of our kernels as the profiler has them, medians: without launches and what is between."""
+    with tempfile.TemporaryDirectory(prefix="seqmoe-profile-") as directory:
+        with jax.profiler.trace(directory):
+            for _ in range(3):
+                state, _ = compiled(state, *rest)
+            jax.block_until_ready(state)
+        launches, _ = read_profile(Path(directory), "jit_chain", {})
+    times: dict[str, list[float]] = defaultdict(list)
+    for launch in launches:
+        if launch.kernel.startswith("fused_moe"):
+            times[launch.kernel].append(launch.duration)
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
 def references(case: Case) -> dict[str, jax.Array]:
@@ -265,8 +287,9 @@ def references(case: Case) -> dict[str, jax.Array]:
     return {"all": reference(case.x, case.slots, ids, case.weights), **up_and_down(case.x, case.h, case.slots)}
 
 
-def per_thread(rows: int, elements: int, matrices: int, itemsize: int, warps: int) -> float:
+def per_thread(rows: int, elements: int, matrices: int, layout: ExpertLayout, warps: int) -> float:
     """Bytes of weights that a thread of a program has in flight."""
+    itemsize = 0.5 if layout.dtype == FP4 else layout.dtype.itemsize
     return rows * elements * matrices * itemsize / (32 * warps)
 
 
@@ -276,16 +299,16 @@ def pieces(length: int) -> list[int]:
 
 
 def candidates(case: Case) -> Iterator[tuple[str, Config]]:
-    """(part, configuration) of each projection by itself, threads asking for about 100 to 500 bytes of weights."""
-    base = default_config(case.layout, case.per_token)
-    itemsize = case.layout.dtype.itemsize
-    for rows, cols, warps in itertools.product((1, 2, 4, 8), pieces(case.hidden), (1, 2, 4)):
-        if 160 <= per_thread(rows, case.hidden, 2, itemsize, warps) <= 512:
-            yield "up", dataclasses.replace(base, up_rows=rows, up_cols=cols, up_warps=warps)
+    """(part, configuration) of each projection by itself, threads asking for about 60 to 500 bytes of weights."""
+    layout, base = case.layout, default_config(case.layout, case.per_token)
+    modes: list[Fp8Mode] = ["convert", "bits"] if layout.dtype == FP8 else [base.fp8]
+    for rows, cols, warps, mode in itertools.product((1, 2, 4, 8), pieces(case.hidden), (1, 2, 4), modes):
+        if 60 <= per_thread(rows, case.hidden, 2, layout, warps) <= 512:
+            yield "up", dataclasses.replace(base, up_rows=rows, up_cols=cols, up_warps=warps, fp8=mode)
     routes = pl.next_power_of_2(case.per_token)
-    for rows, cols, warps in itertools.product((1, 2, 4, 8, 16), pieces(case.width)[:2], (2, 4, 8)):
-        if 96 <= per_thread(rows, case.width * routes, 1, itemsize, warps) <= 512:
-            yield "down", dataclasses.replace(base, down_rows=rows, down_cols=cols, down_warps=warps)
+    for rows, cols, warps, mode in itertools.product((1, 2, 4, 8, 16), pieces(case.width)[:2], (1, 2, 4, 8), modes):
+        if 60 <= per_thread(rows, case.width * routes, 1, layout, warps) <= 512:
+            yield "down", dataclasses.replace(base, down_rows=rows, down_cols=cols, down_warps=warps, fp8=mode)
 
 
 class Deadline:
@@ -373,18 +396,14 @@ def breakdown(case: Case, *, repeats: int, deadline: Deadline) -> list[dict[str,
 
 
 def defaults(case: Case, *, repeats: int, deadline: Deadline) -> list[dict[str, Any]]:
-    """The default configuration, and plain XLA. `net_us` is without what a program costs beside its calls."""
+    """The default configuration, and plain XLA."""
     config = default_config(case.layout, case.per_token)
-    jobs = [case.pairs(1), case.pairs(4), case.all(None, "xla"), case.all(config)]
+    jobs = [case.all(None, "xla"), case.all(config)]
     if case.batch > 1:
         jobs.append(case.shared(config))
+    for job in jobs:
+        job.profiled = job.config is not None
     results = run_jobs(jobs, case.want, repeats=repeats, deadline=deadline)
-    one, four = (next((r.get("us") for r in results if r["part"] == f"{n} pairs"), None) for n in (1, 4))
-    for result in results:
-        if one and four and "us" in result and result["part"].startswith("all"):
-            # Pairs cost the same each: what is left at none of them is the program's.
-            result["net_us"] = result["us"] - (4 * one - four) / 3
-            result["tb_per_s"] *= result["us"] / result["net_us"]
     print(*map(describe, results), sep="\n", flush=True)
     return results
 
@@ -461,8 +480,11 @@ def describe(result: dict[str, Any]) -> str:
     if "failed" in result:
         return f"{where:46} FAILED {result['failed'][:60]}  {config}"
     rate = f"{result['tb_per_s']:5.2f} TB/s" if "tb_per_s" in result else f"{result['tflop_per_s']:6.1f} TFLOP/s"
-    net = f" ({result['net_us']:.2f} net)" if "net_us" in result else ""
-    return f"{where:46} {result['us']:7.2f} us{net} {rate}  {config}"
+    alone = ""
+    if "kernels_us" in result:
+        each = " + ".join(f"{us:.2f}" for us in result["kernels_us"].values())
+        alone = f" (kernels alone {each} us, {result['kernels_tb_per_s']:.2f} TB/s)"
+    return f"{where:46} {result['us']:7.2f} us {rate}{alone}  {config}"
 
 
 def main() -> int:
@@ -473,7 +495,7 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, default=2.1, help="size of the slot array")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--minutes", type=float, help="stop after this time and write what there is")
-    parser.add_argument("--sweep", action="store_true", help=f"block shapes, at {SWEEP}")
+    parser.add_argument("--sweep", action="store_true", help="also other block shapes")
     parser.add_argument("--breakdown", action="store_true", help="what each part costs alone")
     parser.add_argument("--prefill", action="store_true", help="also the prefill kernel, over its block shapes")
     args = parser.parse_args()
@@ -490,7 +512,7 @@ def main() -> int:
             args.out.write_text(json.dumps({"device": device, "jax": jax.__version__, "results": results}, indent=1))
 
     parts = [defaults] + [breakdown] * args.breakdown + [sweep] * args.sweep
-    named = SWEEP if args.sweep else [(name, batch) for name in args.shapes for batch in args.batches]
+    named = [(name, batch) for name in args.shapes for batch in args.batches]
     cases = [Case(name=name, batch=batch, gigabytes=args.gigabytes) for name, batch in named]
     rounds = [(part, case) for part in parts for case in cases]
     for index, (part, case) in enumerate(rounds):

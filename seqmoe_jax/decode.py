@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from pallas_kernels.miss_load import miss_load
 from pallas_kernels.plan_tasks import SLOT, PlanConfig, plan_tasks
+from pallas_kernels.router_choice.config import Recorded
 from seqmoe_jax.experts.cache import CacheConfig, SlotCache, Transfers, all_hits, moe_decode, rescore
 from seqmoe_jax.experts.engines.channels import deliver
 from seqmoe_jax.experts.link import Link
@@ -26,7 +27,6 @@ from seqmoe_jax.forecast import forecaster, history
 from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.forecast.forecaster import Forecast
 from seqmoe_jax.models import block, fused
-from seqmoe_jax.models.layers import mask_inactive
 from seqmoe_jax.models.mixers import State
 from seqmoe_jax.models.spec import ModelSpec, MoESpec
 from seqmoe_jax.models.weights import ModelWeights
@@ -205,6 +205,7 @@ def _layers(
     def known() -> Float32[Array, "B keys"]:
         return forecaster.features(jnp.stack(routing), jnp.stack(shares), layers=layers, experts=experts)
 
+    replayed = jnp.int32(0) if replay is None else offload.steps % replay.ids.shape[0]
     for index, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
         with jax.named_scope(f"layer{index}/mixer"):
             x, states[index] = fused.mix(x, states[index], positions, active, w, layer, config.kernels)
@@ -226,12 +227,10 @@ def _layers(
                         chance = jnp.concatenate([chance, offload.later])
                     cache = planner.follow(cache, forecast, chance, base, moe_index)
             with jax.named_scope(f"layer{index}/moe"):
-                normed, mixing, ids, expert_weights = fused.route(x, sequences.token, active, w, layer, config.kernels)
-                if replay is not None:
-                    row = offload.steps % replay.ids.shape[0]
-                    # Depends on the model's own routing, so that the work of the router is done and timed.
-                    ids = mask_inactive(jnp.where(ids < experts, replay.ids[row, moe_index], ids), active)
-                    expert_weights = jnp.broadcast_to(replay.weights[row, moe_index], ids.shape)
+                recorded = None if replay is None else Recorded(replay.ids, replay.weights, replayed, moe_index)
+                normed, mixing, ids, expert_weights = fused.route(
+                    x, sequences.token, active, w, layer, config.kernels, recorded
+                )
                 pool = pools[moe_index]
                 y, cache, new = moe_decode(normed, ids, expert_weights, cache, pool, moe_index, config.cache, transfers)
                 routing.append(ids)

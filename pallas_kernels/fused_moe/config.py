@@ -71,16 +71,16 @@ def fp8_mode() -> Fp8Mode:
 def default_config(layout: ExpertLayout, per_token: int) -> Config:
     """Block shapes from the shape of an expert and their number per token.
 
-    A thread asks for some 400 bytes of weights at once. One warp takes whole rows of gate and up, so nothing is
-    exchanged between warps; four share some rows of down, a quarter of the routes each.
+    A thread asks for some 400 bytes of weights at once, 100 of an FP8 down projection. One warp takes whole rows of
+    gate and up, so nothing is exchanged between warps; four or eight share some rows of down, each some of the routes.
     """
     hidden, width = layout.hidden, layout.width
     itemsize = 2 if layout.dtype == FP4 else layout.dtype.itemsize  # FP4 takes as many registers as bf16
     least = {FP8: FP8_BLOCK, FP4: FP4_BLOCK}.get(layout.dtype, 16)
     # FP8 and FP4 cost more arithmetic than memory in large tiles, whose products are not added on the way.
-    narrow = {FP8: 256, FP4: 512}.get(layout.dtype)  # 256 bytes of a row: what a warp reads at once
-    up_cols = chunk(hidden, most=narrow or 2048, least=max(least, min(128, hidden)))
-    down_cols = chunk(width, most=narrow or 256, least=max(least, min(128, width)))
+    narrow = layout.dtype in (FP8, FP4)
+    up_cols = chunk(hidden, most=512 if narrow else 2048, least=max(least, min(128, hidden)))
+    down_cols = chunk(width, most=512 if layout.dtype == FP4 else 256, least=max(least, min(128, width)))
     # Powers of two, also where H or F below 128 is none.
     up_cols, down_cols = (1 << (cols - 1).bit_length() for cols in (up_cols, down_cols))
     routes = 1 << (per_token - 1).bit_length()
@@ -90,7 +90,7 @@ def default_config(layout: ExpertLayout, per_token: int) -> Config:
         up_warps=1,
         down_rows=power_below(min(hidden / 512, 49152 / (routes * width * itemsize)), most=16),
         down_cols=down_cols,
-        down_warps=4,
+        down_warps=8 if layout.dtype == FP8 else 4,
         fp8=fp8_mode(),
     )
 

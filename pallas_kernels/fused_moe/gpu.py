@@ -11,6 +11,7 @@ reads it once.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +41,12 @@ def up_rows(
     *,
     layout: ExpertLayout,
     config: Config,
+    inline: bool,
 ) -> None:
-    """`config.up_rows` hidden values of one route, from `row` on: the same bits in whichever launch."""
+    """`config.up_rows` hidden values of one route, from `row` on: the same bits in whichever launch.
+
+    `inline` is for GPUs alone: numbers of a byte or half of one are taken apart by PTX of our own.
+    """
     token = jax.lax.div(route, jnp.int32(h_ref.shape[0] // x_ref.shape[0]))
     parts = [
         tiles.Part(layout=layout, name=name, row=row, col=start, rows=config.up_rows, cols=config.up_cols)
@@ -49,11 +54,11 @@ def up_rows(
         for start in range(0, layout.hidden, config.up_cols)
     ]
     loaded = [part.load(slots_ref, slot[None], None) for part in parts]
-    vectors = {part.col: part.vectors(x_ref, token[None], None) for part in parts if part.name == "gate"}
+    vectors = {part.col: part.vector(x_ref, token[None], None) for part in parts if part.name == "gate"}
     sums = {
         name: _sum_rows(
             [
-                part.times(bits, vectors[part.col], None, config.fp8)
+                part.times(bits, vectors[part.col], None, mode=config.fp8, inline=inline)
                 for part, bits in zip(parts, loaded, strict=True)
                 if part.name == name
             ]
@@ -75,14 +80,16 @@ def _up_kernel(
     h_ref: tiles.Ref,
     *,
     layout: ExpertLayout,
+    first: int,
     config: Config,
+    inline: bool,
 ) -> None:
     route, row = pl.program_id(0), pl.program_id(1) * config.up_rows
     slot = ids_ref[route]
 
     @pl.when(slot >= 0)
     def _active() -> None:
-        up_rows(x_ref, slots_ref, h_ref, route, slot, row, layout=layout, config=config)
+        up_rows(x_ref, slots_ref, h_ref, route, first + slot, row, layout=layout, config=config, inline=inline)
 
     # The hidden values of an inactive route are never written: the down projection does not read them.
 
@@ -95,7 +102,9 @@ def _down_kernel(
     out_ref: tiles.Ref,
     *,
     layout: ExpertLayout,
+    first: int,
     config: Config,
+    inline: bool,
 ) -> None:
     """`down_rows` outputs of one token, summed over its routes, which are one dimension of a tile."""
     hidden, width = layout.hidden, layout.width
@@ -112,9 +121,10 @@ def _down_kernel(
         tiles.Part(layout=layout, name="down", row=row, col=start, rows=config.down_rows, cols=config.down_cols)
         for start in range(0, width, config.down_cols)
     ]
+    slots += first
     loaded = [part.load(slots_ref, slots, active) for part in parts]
     products = [
-        part.times(bits, part.vectors(h_ref, routes, active), weights, config.fp8)
+        part.times(bits, part.vector(h_ref, routes, active), weights, mode=config.fp8, inline=inline)
         for part, bits in zip(parts, loaded, strict=True)
     ]
     value = _sum_rows(products)
@@ -131,13 +141,14 @@ def project_up(
     ids: Int[Array, " R"],
     *,
     layout: ExpertLayout,
+    first: int = 0,
     config: Config,
     interpret: bool = False,
 ) -> Float[Array, "R F"]:
-    """Hidden values of every route; rows of inactive routes (id -1) are left as they are."""
+    """Hidden values of every route; rows of inactive routes (id -1) are left as they are. Ids count from `first`."""
     width = layout.width
     return pl.pallas_call(
-        functools.partial(_up_kernel, layout=layout, config=config),
+        functools.partial(_up_kernel, layout=layout, first=first, config=config, inline=not interpret),
         out_shape=jax.ShapeDtypeStruct((ids.shape[0], width), hidden_dtype(x)),
         grid=(ids.shape[0], pl.cdiv(width, config.up_rows)),
         compiler_params=plgpu.CompilerParams(num_warps=config.up_warps, num_stages=1),
@@ -154,13 +165,14 @@ def project_down(
     batch: int,
     *,
     layout: ExpertLayout,
+    first: int = 0,
     config: Config,
     interpret: bool = False,
 ) -> Float32[Array, "B H"]:
     """Sums of every token's active routes."""
     hidden = layout.hidden
     return pl.pallas_call(
-        functools.partial(_down_kernel, layout=layout, config=config),
+        functools.partial(_down_kernel, layout=layout, first=first, config=config, inline=not interpret),
         out_shape=jax.ShapeDtypeStruct((batch, hidden), jnp.float32),
         grid=(batch, pl.cdiv(hidden, config.down_rows)),
         compiler_params=plgpu.CompilerParams(num_warps=config.down_warps, num_stages=1),
@@ -176,6 +188,7 @@ def fused_moe(
     weights: Float[Array, "B K"],
     *,
     layout: ExpertLayout,
+    first_slot: int = 0,
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float32[Array, "B H"]:
@@ -183,5 +196,6 @@ def fused_moe(
     config = config or default_config(layout, slot_ids.shape[1])
     config.check(layout)
     ids, weights = slot_ids.reshape(-1).astype(jnp.int32), weights.reshape(-1).astype(jnp.float32)
-    h = project_up(x, slots, ids, layout=layout, config=config, interpret=interpret)
-    return project_down(h, slots, ids, weights, x.shape[0], layout=layout, config=config, interpret=interpret)
+    how: dict[str, Any] = {"layout": layout, "first": first_slot, "config": config, "interpret": interpret}
+    h = project_up(x, slots, ids, **how)
+    return project_down(h, slots, ids, weights, x.shape[0], **how)

@@ -69,6 +69,7 @@ def _load_and_up_kernel(
     division: Division,
     layout: ExpertLayout,
     config: Config,
+    inline: bool,
 ) -> None:
     """A part of every missing expert, or `up_rows` hidden values of a route whose expert is not missing."""
     program, missing = pl.program_id(0), _missing(dst_ref)
@@ -88,7 +89,7 @@ def _load_and_up_kernel(
 
         @pl.when((slot >= 0) & ~_among(slot, missing))
         def _hit() -> None:
-            up_rows(x_ref, slots_ref, h_ref, route, slot, row, layout=layout, config=config)
+            up_rows(x_ref, slots_ref, h_ref, route, slot, row, layout=layout, config=config, inline=inline)
 
 
 def _up_late_kernel(
@@ -102,6 +103,7 @@ def _up_late_kernel(
     programs: int,
     layout: ExpertLayout,
     config: Config,
+    inline: bool,
 ) -> None:
     """A part of the hidden values of every route whose expert was missing."""
     program = pl.program_id(0)
@@ -118,7 +120,7 @@ def _up_late_kernel(
             def _late() -> None:
                 def rows(i: Array, carry: None) -> None:
                     row = (i * programs + program) * config.up_rows
-                    up_rows(x_ref, slots_ref, h_ref, route, slot, row, layout=layout, config=config)
+                    up_rows(x_ref, slots_ref, h_ref, route, slot, row, layout=layout, config=config, inline=inline)
 
                 jax.lax.fori_loop(0, mine, rows, None)
 
@@ -142,7 +144,7 @@ def load_and_project_up(
     left as they are."""
     routes, division = ids.shape[0], sharing.division(slots, config)
     return pl.pallas_call(
-        functools.partial(_load_and_up_kernel, division=division, layout=layout, config=config),
+        functools.partial(_load_and_up_kernel, division=division, layout=layout, config=config, inline=not interpret),
         out_shape=(
             jax.ShapeDtypeStruct(slots.shape, slots.dtype),
             jax.ShapeDtypeStruct((routes, layout.width), hidden_dtype(x)),
@@ -172,7 +174,7 @@ def project_up_late(
     """Hidden values `h` with those of the routes whose experts have been loaded."""
     programs = min(sharing.late_programs, pl.cdiv(layout.width, config.up_rows))
     return pl.pallas_call(
-        functools.partial(_up_late_kernel, programs=programs, layout=layout, config=config),
+        functools.partial(_up_late_kernel, programs=programs, layout=layout, config=config, inline=not interpret),
         out_shape=jax.ShapeDtypeStruct(h.shape, h.dtype),
         grid=(programs,),
         in_specs=[ANYWHERE] * 5,

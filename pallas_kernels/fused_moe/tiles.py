@@ -15,6 +15,8 @@ from pallas_kernels.fused_moe.config import Fp8Mode
 from pallas_kernels.fused_moe.swiglu import FP4_UNIT, fp4_halves, powers_of_two
 from pallas_kernels.layout import FP4, FP4_BLOCK, FP8, FP8_BLOCK, ExpertLayout
 
+FP4_WORD = 4  # bytes of FP4 that a thread reads at once; they meet the 16 bytes that it reads of a 16-bit vector
+
 Ref = Any  # Pallas has no public type for references.
 Scalar = Int[Array, ""] | int
 
@@ -82,14 +84,61 @@ def load(ref: Ref, mask: Bool[Array, "..."] | None) -> Shaped[Array, "..."]:
     return plgpu.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))
 
 
-def fp8_values(tile: UInt8[Array, "..."], mode: Fp8Mode) -> Float[Array, "..."]:
-    """e4m3 bytes as floats, exactly. `bits` takes the two NaN codes, which weights never hold, for 480."""
+def _bytes_to_floats(sign: int, rest: int, mask: int) -> str:
+    """PTX that makes four float32s of four bytes in one register, of each byte its sign bit and the bits below it.
+
+    They are moved to where a float16 has them: the sign `sign` bits up, the rest `rest` bits up, of which those in
+    `mask` count. Bytes 0 and 2, and 1 and 3, share a register, so one instruction moves two. Triton by itself would
+    widen every byte to a register of its own.
+    """
+
+    def moved(register: str, by: int) -> str:
+        return f"{'shl' if by > 0 else 'shr'}.b32 {register}, $4, {abs(by)};"
+
+    lines = [".reg .b32 s, m, h;", ".reg .f16 a, b;"]
+    for first, up in ((0, 0), (1, 8)):
+        lines += [moved("s", sign - up), "and.b32 s, s, 0x80008000;", moved("m", rest - up)]
+        lines += [f"and.b32 m, m, {mask << 16 | mask:#x};", "or.b32 h, s, m;", "mov.b32 {a, b}, h;"]
+        lines += [f"cvt.f32.f16 ${first}, a;", f"cvt.f32.f16 ${first + 2}, b;"]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+# e2m1 in the low and in the high half of a byte, and e4m3.
+_FP4_LOW, _FP4_HIGH = _bytes_to_floats(12, 9, 0x0E00), _bytes_to_floats(8, 5, 0x0E00)
+_FP8_BITS = _bytes_to_floats(8, 7, 0x3F80)
+
+
+def _inline(asm: str, tile: UInt8[Array, "..."]) -> Float32[Array, "..."]:
+    (values,) = plgpu.elementwise_inline_asm(
+        asm, args=[tile], constraints="=f,=f,=f,=f,r", pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(tile.shape, jnp.float32)],
+    )  # fmt: skip
+    return values
+
+
+def fp8_units(tile: UInt8[Array, "..."], mode: Fp8Mode, *, inline: bool) -> Float[Array, "..."]:
+    """e4m3 bytes as floats of 1 / `fp8_unit` of their values. `bits` takes the two NaN codes, which weights never hold,
+    for 480. `inline` is by PTX of our own, which only a GPU can run."""
     if mode == "convert":
         return jax.lax.bitcast_convert_type(tile, jnp.dtype(FP8))
     # e4m3 is a float16 of a smaller bias: exponent and mantissa in place, the value is 2**8 too small.
+    if inline:
+        return _inline(_FP8_BITS, tile)
     wide = tile.astype(jnp.uint16)
-    half = jax.lax.bitcast_convert_type(((wide & 0x80) << 8) | ((wide & 0x7F) << 7), jnp.float16)
-    return half.astype(jnp.float32) * 256.0
+    return jax.lax.bitcast_convert_type(((wide & 0x80) << 8) | ((wide & 0x7F) << 7), jnp.float16)
+
+
+def fp8_unit(mode: Fp8Mode) -> float:
+    return 1.0 if mode == "convert" else 2.0**8
+
+
+def fp4_units(tile: UInt8[Array, "..."], *, inline: bool) -> Float32[Array, "... 2"]:
+    """The two e2m1 codes of each byte as floats of 1 / `FP4_UNIT` of their values."""
+    if inline:
+        halves = [_inline(_FP4_LOW, tile), _inline(_FP4_HIGH, tile)]
+    else:
+        halves = [fp4_halves(tile).astype(jnp.float32), fp4_halves(tile >> 4).astype(jnp.float32)]
+    return jnp.stack(halves, axis=-1)
 
 
 def weight_values(tile: Shaped[Array, "..."], layout: ExpertLayout, name: str) -> Float[Array, "..."]:
@@ -132,16 +181,17 @@ class Bits(NamedTuple):
     """What is loaded of a part, as stored."""
 
     values: Shaped[Array, "rows N ..."]
-    scales: UInt8[Array, "..."] | None  # FP8: [N, blocks, 4], the bytes of a float32; FP4: [rows, N, blocks]
+    # FP8: [N, blocks, 4], the bytes of a float32; FP4: [rows, N, blocks, words], the same for all words of a block
+    scales: UInt8[Array, "..."] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """`rows` x `cols` of one matrix, from (`row`, `col`) on, of N experts: how the decode kernels read any format.
 
-    Loading is apart from using, so that a program may ask for everything first. The columns of FP8 and FP4 matrices
-    have two dimensions, blocks of a common scale and positions in them; for FP8, `rows` lie in one row of blocks.
-    A stored column of FP4 is a byte with two numbers, so it meets two elements of a vector.
+    Loading is apart from using, so that a program may ask for everything first. The columns of an FP8 matrix have two
+    dimensions, blocks of a common scale and positions in them, and `rows` lie in one row of blocks. Those of FP4 have
+    three: blocks, words of four bytes, and bytes, each of which has two numbers and meets two elements of a vector.
     """
 
     layout: ExpertLayout
@@ -154,32 +204,36 @@ class Part:
     @property
     def columns(self) -> Int[Array, "..."]:
         """Index of every stored column."""
-        packed = 2 if self.layout.dtype == FP4 else 1
-        first, count = self.col // packed, self.cols // packed
-        block = {FP8: FP8_BLOCK, FP4: FP4_BLOCK // packed}.get(self.layout.dtype)
-        if block is None:
-            return first + jnp.arange(count, dtype=jnp.int32)
-        starts = first + block * jnp.arange(count // block, dtype=jnp.int32)
-        return starts[:, None] + jnp.arange(block, dtype=jnp.int32)[None, :]
+        if self.layout.dtype == FP4:
+            return _numbered(self.col // 2, (self.cols // FP4_BLOCK, FP4_BLOCK // 2 // FP4_WORD, FP4_WORD))
+        if self.layout.dtype == FP8:
+            return _numbered(self.col, (self.cols // FP8_BLOCK, FP8_BLOCK))
+        return _numbered(self.col, (self.cols,))
 
     @property
-    def inside(self) -> Bool[Array, "..."] | None:
-        """Which stored columns the matrix has; None for all."""
-        width = self.layout.field(self.name).shape[1]
-        end = (self.col + self.cols) // (2 if self.layout.dtype == FP4 else 1)
-        return None if end <= width else self.columns < width
+    def elements(self) -> Int[Array, "..."]:
+        """Index of every element of a vector that meets the columns."""
+        if self.layout.dtype != FP4:
+            return self.columns
+        return _numbered(self.col, (self.cols // FP4_BLOCK, FP4_BLOCK // 2 // FP4_WORD, 2 * FP4_WORD))
+
+    def inside(self, index: Int[Array, "..."], *, per_column: int = 1) -> Bool[Array, "..."] | None:
+        """Which of the columns, or elements if a column meets several, the matrix has; None for all."""
+        width, numbers = self.layout.field(self.name).shape[1], 2 if self.layout.dtype == FP4 else 1
+        return None if self.col + self.cols <= numbers * width else index < per_column * width
 
     def load(self, slots_ref: Ref, slots: Int[Array, " N"], active: Bool[Array, " N"] | None) -> Bits:
         """The part of the experts in `slots`; zeros beyond the matrix and, without a read, where not `active`."""
         height, width = self.layout.field(self.name).shape
-        columns, inside, rank = self.columns, self.inside, self.columns.ndim
+        columns = self.columns
+        inside, rank = self.inside(columns), columns.ndim
         rows = self.row + jnp.arange(self.rows, dtype=jnp.int32)
         shape = (self.rows, *slots.shape, *columns.shape)
         index = self.layout.start(self.name) + _along(rows * width, 0, 2 + rank) + columns[None, None]
         index = jnp.broadcast_to(index, shape)
-        if rank == 2:
-            # Bytes too are read eight at a time: a thread then has the columns that it has of a 16-bit vector.
-            index = plgpu.max_contiguous(index, (1, 1, 1, 8))
+        if rank > 1:
+            # So that a thread has the columns that meet what it has of a 16-bit vector, which is eight elements.
+            index = plgpu.max_contiguous(index, (*[1] * (rank + 1), FP4_WORD if self.layout.dtype == FP4 else 8))
         below = bound(self.row, self.rows, height)
         mask = _all(
             [
@@ -196,20 +250,21 @@ class Part:
 
     def _load_fp4_scales(
         self, slots_ref: Ref, slots: Int[Array, " N"], active: Bool[Array, " N"] | None
-    ) -> UInt8[Array, "rows N blocks"]:
-        """The scale of each block of each row."""
+    ) -> UInt8[Array, "rows N blocks words"]:
+        """The scale of each block of each row, for every word of the block: where it is multiplied it need not move."""
         field = self.layout.field(f"{self.name}_scale")
         first, count = self.col // FP4_BLOCK, self.cols // FP4_BLOCK
         rows, blocks = (jnp.arange(size, dtype=jnp.int32) for size in (self.rows, count))
-        shape = (self.rows, *slots.shape, count)
-        index = field.offset + _along((self.row + rows) * field.shape[1], 0, 3) + _along(first + blocks, 2, 3)
+        shape = (self.rows, *slots.shape, count, FP4_BLOCK // 2 // FP4_WORD)
+        index = field.offset + _along((self.row + rows) * field.shape[1], 0, 4) + _along(first + blocks, 2, 4)
+        index = plgpu.max_contiguous(jnp.broadcast_to(index, shape), (1, 1, 1, 1))
         below, inside = bound(self.row, self.rows, field.shape[0]), bound(first, count, field.shape[1])
         masks = [
-            None if below is None else _along(below, 0, 3),
-            None if active is None else _along(active, 1, 3),
-            None if inside is None else _along(inside, 2, 3),
+            None if below is None else _along(below, 0, 4),
+            None if active is None else _along(active, 1, 4),
+            None if inside is None else _along(inside, 2, 4),
         ]
-        where = slots_ref.at[jnp.broadcast_to(_along(slots, 1, 3), shape), jnp.broadcast_to(index, shape)]
+        where = slots_ref.at[jnp.broadcast_to(_along(slots, 1, 4), shape), index]
         return load(where, _all(masks, shape))
 
     def _load_fp8_scales(
@@ -229,47 +284,51 @@ class Part:
         ]
         return load(slots_ref.at[jnp.broadcast_to(_along(slots, 0, 3), shape), index], _all(masks, shape))
 
-    def vectors(
-        self, ref: Ref, rows: Int[Array, " N"], active: Bool[Array, " N"] | None
-    ) -> tuple[Float32[Array, "N ..."], ...]:
-        """The elements of `ref[rows]` that meet these columns, for FP4 the even ones and the odd ones; zeros where not
-        `active`."""
-        columns, inside = self.columns, self.inside
-        if self.layout.dtype == FP4:  # a pair for every byte: neighbours, so one load for many
-            columns = 2 * columns[..., None] + jnp.arange(2, dtype=jnp.int32)
-            inside = None if inside is None else inside[..., None]
-        rank, shape = 1 + columns.ndim, (*rows.shape, *columns.shape)
+    def vector(self, ref: Ref, rows: Int[Array, " N"], active: Bool[Array, " N"] | None) -> Float32[Array, "N ..."]:
+        """The elements of `ref[rows]` that meet these columns; zeros where not `active`."""
+        elements = self.elements
+        inside = self.inside(elements, per_column=2 if self.layout.dtype == FP4 else 1)
+        rank, shape = 1 + elements.ndim, (*rows.shape, *elements.shape)
         masks = [None if active is None else _along(active, 0, rank), None if inside is None else inside[None]]
-        where = ref.at[jnp.broadcast_to(_along(rows, 0, rank), shape), jnp.broadcast_to(columns[None], shape)]
-        values = load(where, _all(masks, shape)).astype(jnp.float32)
-        return tuple(jnp.unstack(values, axis=-1)) if self.layout.dtype == FP4 else (values,)
+        where = ref.at[jnp.broadcast_to(_along(rows, 0, rank), shape), jnp.broadcast_to(elements[None], shape)]
+        return load(where, _all(masks, shape)).astype(jnp.float32)
 
     def times(
         self,
         bits: Bits,
-        vectors: tuple[Float32[Array, "N ..."], ...],
+        vector: Float32[Array, "N ..."],
         factor: Float32[Array, " N"] | None,
+        *,
         mode: Fp8Mode,
+        inline: bool,
     ) -> Float32[Array, "rows N ..."]:
-        """Each element times that of the vector (for FP4, the sum of the two of a byte), times `factor`.
+        """Each element times that of the vector, times `factor`; for FP4 the sums of every word.
 
-        What can goes onto the vector: once for all rows. FP4 has scales per row: they go onto the sums of two.
+        What can goes onto the vector: once for all rows. FP4 has scales per row: they go onto the sums.
         """
         if self.layout.dtype == FP4:
             assert bits.scales is not None
-            unit = FP4_UNIT if factor is None else FP4_UNIT * _along(factor, 0, vectors[0].ndim)
-            low, high = (fp4_halves(codes).astype(jnp.float32) for codes in (bits.values, bits.values >> 4))
-            both = low * (vectors[0] * unit)[None] + high * (vectors[1] * unit)[None]
-            return both * powers_of_two(bits.scales)[:, :, :, None]
-        (vector,) = vectors
+            values = fp4_units(bits.values, inline=inline).reshape(*bits.scales.shape, -1)
+            unit = FP4_UNIT if factor is None else FP4_UNIT * _along(factor, 1, 4)
+            return jnp.sum(values * vector[None], axis=-1) * (powers_of_two(bits.scales) * unit)
         if bits.scales is None:
             vector = vector if factor is None else vector * _along(factor, 0, vector.ndim)
             return weight_values(bits.values, self.layout, self.name).astype(jnp.float32) * vector[None]
         shifts = 8 * jnp.arange(4, dtype=jnp.uint32)[None, None, :]
         words = jnp.sum(bits.scales.astype(jnp.uint32) << shifts, axis=2, dtype=jnp.uint32)
         scales = jax.lax.bitcast_convert_type(words, jnp.float32)
-        scales = scales if factor is None else scales * factor[:, None]
-        return fp8_values(bits.values, mode).astype(jnp.float32) * (vector * scales[:, :, None])[None]
+        scales = scales * (fp8_unit(mode) if factor is None else fp8_unit(mode) * factor[:, None])
+        values = fp8_units(bits.values, mode, inline=inline).astype(jnp.float32)
+        return values * (vector * scales[:, :, None])[None]
+
+
+def _numbered(first: int, shape: tuple[int, ...]) -> Int[Array, "..."]:
+    """`first`, `first` + 1, ... in an array of this shape."""
+    index, stride = jnp.int32(first), 1
+    for axis, size in reversed(list(enumerate(shape))):
+        index = index + stride * _along(jnp.arange(size, dtype=jnp.int32), axis, len(shape))
+        stride *= size
+    return index
 
 
 def _along(vector: Shaped[Array, " N"], axis: int, rank: int) -> Shaped[Array, "..."]:

@@ -81,7 +81,8 @@ def _products(
             if layout.dtype == FP8:
                 # A step is one column of blocks, the tile lies in one row of blocks: one scale for all.
                 scale = tiles.load_scale(flat_ref, slot, layout, name, jax.lax.div(col, jnp.int32(FP8_BLOCK)), i)
-                total += _dot_t(rows[0], tiles.fp8_values(b, config.fp8).astype(rows[0].dtype)) * scale
+                values = tiles.fp8_units(b, config.fp8, inline=False).astype(rows[0].dtype)
+                total += _dot_t(rows[0], values) * (scale * tiles.fp8_unit(config.fp8))
             elif layout.dtype == FP4:
                 # Times a power of two a value of one bit of mantissa stays exact in the rows' dtype.
                 scale = powers_of_two(_load_fp4_scales(flat_ref, slot, layout, name, col, cols, start, depth, mask))

@@ -24,11 +24,13 @@ class Config:
 
 
 def default_config(width: int, itemsize: int) -> Config:
-    """Block shapes for rows of `width` elements: 512 bytes in flight a thread, best for the experts' projections.
+    """Block shapes for rows of `width` elements: programs of 16 KiB, 128 bytes of them in flight a thread.
 
-    The rule follows from the matrix alone, never from the batch: a vector's result does not depend on its neighbours.
+    Four warps for what one could hold: a program also norms its vectors, and with a fourth of their elements a thread
+    keeps everything in registers for any batch. The rule follows from the matrix alone, never from the batch: a
+    vector's result does not depend on its neighbours.
     """
     cols = 1 << min(11, max(4, (width - 1).bit_length()))
     rows = 4 if width * itemsize <= 4096 else 2
-    warps = max(1, rows * width * itemsize // (32 * 512))
-    return Config(rows=rows, cols=cols, warps=min(8, 1 << (warps.bit_length() - 1)))
+    warps = -(-rows * width * itemsize // (32 * 128))
+    return Config(rows=rows, cols=cols, warps=min(8, 1 << (warps - 1).bit_length()))

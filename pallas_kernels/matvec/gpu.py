@@ -37,6 +37,7 @@ def matvec(
     addend: Float32[Array, "B I"] | None = None,
     dtype: jnp.dtype | None = None,
     config: Config | None = None,
+    name: str = "matvec",
     interpret: bool = False,
 ) -> Product:
     """`residual + residual_scale * (norm(x + addend) W^T + bias)` in one launch.
@@ -49,6 +50,7 @@ def matvec(
         residual: added after the sum was rounded to `dtype`, as an addition of its own would.
         addend: rounded to the dtype of `x` and added to it before everything else.
         dtype: of the result; that of `x` by default.
+        name: of the launch in profiles.
 
     Sums are float32, in an order that the shape of `w` alone decides.
     """
@@ -69,7 +71,7 @@ def matvec(
         grid=(pl.cdiv(outputs, config.rows),),
         compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=1),
         interpret=interpret,
-        name="matvec",
+        name=name,
     )(x, w, *optional)
     if addend is not None:
         x = more.pop()

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels.router_choice.config import Score
+from pallas_kernels.router_choice.config import Choice, Recorded
 
 OUTSIDE = 1 << 30  # index of no expert
 
@@ -20,49 +20,41 @@ def router_choice(
     logits: Float32[Array, "B E"],
     active: Bool[Array, " B"],
     *,
-    top_k: int,
-    score: Score,
+    choice: Choice,
     bias: Float[Array, " E"] | None = None,
     correction: Float32[Array, " E"] | None = None,
-    normalize: bool = False,
-    eps: float = 0.0,
-    scale: float = 1.0,
-    rounded_to: jnp.dtype | None = None,
+    recorded: Recorded | None = None,
     interpret: bool = False,
 ) -> tuple[Int32[Array, "B K"], Float32[Array, "B K"]]:
     """Experts of every token, best first, and their weights; experts are -1 for tokens that are not `active`.
 
-    The arguments mean what they mean in `RouterSpec`: scores of the logits, chosen with and weighed without the
-    correction, normalised, scaled, and rounded through `rounded_to`.
+    Scores are of the logits plus `bias`; experts are chosen with `correction` added and weighed without.
     """
     batch = logits.shape[0]
     kernel = partial(
-        _kernel, top_k=top_k, score=score, biased=bias is not None, corrected=correction is not None,
-        normalize=normalize, eps=eps, scale=scale, rounded_to=rounded_to,
+        _kernel, choice=choice, biased=bias is not None, corrected=correction is not None,
+        layer=recorded and recorded.layer,
     )  # fmt: skip
+    optional = [bias, correction, *(recorded[:3] if recorded else ())]
     ids, weights = pl.pallas_call(
         kernel,
-        out_shape=[
-            jax.ShapeDtypeStruct((batch, top_k), jnp.int32),
-            jax.ShapeDtypeStruct((batch, top_k), jnp.float32),
-        ],
+        out_shape=[jax.ShapeDtypeStruct((batch, choice.top_k), dtype) for dtype in (jnp.int32, jnp.float32)],
         grid=(batch,),
         # One warp: a reduction over several would synchronise them three times a round.
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="router_choice",
-    )(logits, active.astype(jnp.int32), *(x for x in (bias, correction) if x is not None))
+    )(logits, active.astype(jnp.int32), *(x for x in optional if x is not None))
     return ids, weights
 
 
 def _kernel(
-    logits_ref: Any, active_ref: Any, *refs: Any, top_k: int, score: Score, biased: bool, corrected: bool,
-    normalize: bool, eps: float, scale: float, rounded_to: jnp.dtype | None,
-) -> None:  # fmt: skip
+    logits_ref: Any, active_ref: Any, *refs: Any, choice: Choice, biased: bool, corrected: bool, layer: int | None
+) -> None:
     rest = list(refs)
     bias_ref = rest.pop(0) if biased else None
     correction_ref = rest.pop(0) if corrected else None
-    ids_ref, weights_ref = rest
+    *recorded, ids_ref, weights_ref = rest
     b, experts = pl.program_id(0), logits_ref.shape[1]
     lanes = jnp.arange(pl.next_power_of_2(experts), dtype=jnp.int32)
     inside = lanes < experts
@@ -71,38 +63,44 @@ def _kernel(
     if bias_ref is not None:
         bias = plgpu.load(bias_ref.at[index], mask=inside, other=jnp.zeros((), bias_ref.dtype))
         logits += bias.astype(jnp.float32)
-    if score == "softmax":
+    if choice.score == "softmax":
         powers = jnp.exp(logits - jnp.max(logits))
         scores = powers / jnp.sum(powers)
-    elif score == "sigmoid":
+    elif choice.score == "sigmoid":
         scores = 1.0 / (1.0 + jnp.exp(-logits))
-    elif score == "sqrt-softplus":
+    elif choice.score == "sqrt-softplus":
         scores = jnp.sqrt(jnp.maximum(logits, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(logits))))
     else:
         scores = logits
-    choice = scores
+    ranked = scores
     if correction_ref is not None:
-        choice = scores + plgpu.load(correction_ref.at[index], mask=inside, other=0.0)
-    choice = jnp.where(inside, choice, -jnp.inf)
+        ranked = scores + plgpu.load(correction_ref.at[index], mask=inside, other=0.0)
+    ranked = jnp.where(inside, ranked, -jnp.inf)
 
-    places = jnp.arange(pl.next_power_of_2(top_k), dtype=jnp.int32)
+    places = jnp.arange(pl.next_power_of_2(choice.top_k), dtype=jnp.int32)
     ids, chosen = jnp.zeros_like(places), jnp.zeros(places.shape, jnp.float32)
-    for k in range(top_k):
-        best = jnp.min(jnp.where(inside & (choice == jnp.max(choice)), lanes, OUTSIDE))
+    for k in range(choice.top_k):
+        best = jnp.min(jnp.where(inside & (ranked == jnp.max(ranked)), lanes, OUTSIDE))
         best = jnp.minimum(best, experts - 1)  # also where logits are no numbers
         ids = jnp.where(places == k, best, ids)
         chosen = jnp.where(places == k, jnp.sum(jnp.where(lanes == best, scores, 0.0)), chosen)
-        choice = jnp.where(lanes == best, -jnp.inf, choice)
+        ranked = jnp.where(lanes == best, -jnp.inf, ranked)
         inside = inside & (lanes != best)
-    real = places < top_k
-    if score == "chosen-softmax":
+    real = places < choice.top_k
+    if choice.score == "chosen-softmax":
         powers = jnp.where(real, jnp.exp(chosen - jnp.max(jnp.where(real, chosen, -jnp.inf))), 0.0)
         chosen = powers / jnp.sum(powers)
-    if normalize:
-        chosen = chosen / (jnp.sum(jnp.where(real, chosen, 0.0)) + eps)
-    chosen = chosen * scale
-    if rounded_to is not None:
-        chosen = chosen.astype(rounded_to).astype(jnp.float32)
+    if choice.normalize:
+        chosen = chosen / (jnp.sum(jnp.where(real, chosen, 0.0)) + choice.eps)
+    chosen = chosen * choice.scale
+    if choice.rounded_to is not None:
+        chosen = chosen.astype(choice.rounded_to).astype(jnp.float32)
+    if layer is not None:
+        # Depends on the choice, so that its work is done and timed.
+        forced_ids_ref, forced_weights_ref, row_ref = recorded
+        at = row_ref[...], jnp.int32(layer), jnp.where(real, places, 0)
+        ids = jnp.where(ids < experts, plgpu.load(forced_ids_ref.at[at], mask=real, other=0), ids)
+        chosen = plgpu.load(forced_weights_ref.at[at], mask=real, other=0.0)
     to = jnp.where(real, places, OUTSIDE)
     plgpu.store(ids_ref.at[b, to], jnp.where(active_ref[b] != 0, ids, -1), mask=real)
     plgpu.store(weights_ref.at[b, to], chosen, mask=real)

@@ -41,7 +41,10 @@ SCOPE_OF_KERNEL = {
     "fused_moe_up_late": "moe",
     "fused_moe_down": "moe",
     "router_choice": "moe",
-    "matvec": "mixer",
+    "matvec_qkv": "mixer",
+    "matvec_out": "mixer",
+    "matvec_router": "moe",
+    "matvec_head": "head",
     "decode_attention": "mixer",
     "decode_attention_combine": "mixer",
 }

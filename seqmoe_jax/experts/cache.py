@@ -155,8 +155,11 @@ def moe_decode(
     """One MoE layer of a decode step, in which the clock stands still: a step sets it forward at its end."""
     cache, slots, misses, counts = find_slots(cache, ids.reshape(-1), layer, config, transfers, elapsed=layer)
     slots, blocks = slots.reshape(ids.shape), cache.blocks
-    if misses is None:
-        y = fused_moe(x, blocks, slots, weights, layout=config.layout, implementation=config.implementation)
+    if misses is None:  # an expert's slot is its key
+        y = fused_moe(
+            x, blocks, ids, weights, layout=config.layout, first_slot=layer * config.experts,
+            implementation=config.implementation,
+        )  # fmt: skip
     else:
         blocks, y = moe_on_demand(
             x, blocks, slots, weights, pool, *misses, layout=config.layout, implementation=config.implementation

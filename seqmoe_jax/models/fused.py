@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from pallas_kernels.backend import Implementation
 from pallas_kernels.decode_attention.config import Heads
 from pallas_kernels.matvec.config import MAX_BATCH
-from pallas_kernels.router_choice.config import MAX_CHOSEN, MAX_EXPERTS
+from pallas_kernels.router_choice.config import MAX_CHOSEN, MAX_EXPERTS, Choice, Recorded
 from seqmoe_jax.models import block
 from seqmoe_jax.models.layers import linear, mask_inactive
 from seqmoe_jax.models.mixers import State
@@ -118,7 +118,7 @@ def mix(
         flat, addend = (x.x[:, 0], x.routed) if isinstance(x, Pending) else (x[:, 0], None)
         qkv, _, flat = matvec(
             flat, w.qkv, bias=w.qkv_bias, norm=layer.norm, norm_weight=weights.input_norm, addend=addend,
-            interpret=kernels.interpret,
+            name="matvec_qkv", interpret=kernels.interpret,
         )  # fmt: skip
     else:
         flat = settled(x)[:, 0]
@@ -132,8 +132,9 @@ def mix(
         out = out * jax.nn.sigmoid(qkv[:, (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim :])
     if projecting:
         flat, *_ = matvec(
-            out, w.o, bias=w.o_bias, residual=flat, residual_scale=residual.scale, interpret=kernels.interpret
-        )
+            out, w.o, bias=w.o_bias, residual=flat, residual_scale=residual.scale, name="matvec_out",
+            interpret=kernels.interpret,
+        )  # fmt: skip
         return flat[:, None], KV(*kv)
     return residual.leave(flat[:, None], linear(out, w.o, w.o_bias)[:, None], None), KV(*kv)
 
@@ -145,6 +146,7 @@ def route(
     weights: LayerWeights,
     layer: LayerSpec,
     kernels: DecodeKernels,
+    recorded: Recorded | None = None,
 ) -> tuple[Float[Array, "B H"], Mixing | None, Int[Array, "B K"], Float32[Array, "B K"]]:
     """`block.moe_input`, and where each token goes (-1 for ended sequences) with which weights."""
     assert isinstance(layer.mlp, MoESpec)
@@ -154,18 +156,25 @@ def route(
     if plain or not _routable(router):
         normed, mixing = block.moe_input(x, weights, layer)
         ids, shares = router(normed, tokens, w)
+        if recorded is not None:
+            # Depends on the model's own routing, so that the work of the router is done and timed.
+            ids = jnp.where(ids < router.experts, recorded.ids[recorded.row, recorded.layer], ids)
+            shares = jnp.broadcast_to(recorded.weights[recorded.row, recorded.layer], ids.shape)
         return normed, mixing, mask_inactive(ids, active), shares
     from pallas_kernels.matvec.gpu import matvec
     from pallas_kernels.router_choice.gpu import router_choice
 
+    choice = Choice(
+        top_k=router.top_k, score=router.score, normalize=router.normalize, eps=router.eps, scale=router.scale,
+        rounded_to=x.dtype if router.rounded else None,
+    )  # fmt: skip
     logits, normed, _ = matvec(
         x[:, 0], w.weight, norm=layer.norm, norm_weight=weights.post_norm, dtype=jnp.dtype(jnp.float32),
-        interpret=kernels.interpret,
+        name="matvec_router", interpret=kernels.interpret,
     )  # fmt: skip
     ids, shares = router_choice(
-        logits, active, top_k=router.top_k, score=router.score, bias=w.bias, correction=w.correction,
-        normalize=router.normalize, eps=router.eps, scale=router.scale,
-        rounded_to=x.dtype if router.rounded else None, interpret=kernels.interpret,
+        logits, active, choice=choice, bias=w.bias, correction=w.correction, recorded=recorded,
+        interpret=kernels.interpret,
     )  # fmt: skip
     return normed, None, ids, shares
 
@@ -200,7 +209,7 @@ def logits_of(
     from pallas_kernels.matvec.gpu import matvec
 
     logits, *_ = matvec(
-        x, weights.head, norm=spec.norm, norm_weight=weights.norm, dtype=jnp.dtype(jnp.float32),
+        x, weights.head, norm=spec.norm, norm_weight=weights.norm, dtype=jnp.dtype(jnp.float32), name="matvec_head",
         interpret=kernels.interpret,
     )  # fmt: skip
     return logits if spec.logits_scale == 1 else logits / spec.logits_scale

@@ -121,7 +121,9 @@ class DevicePut:
         self._faults = faults
 
     def kill(self) -> None:
-        self._killed = True
+        with self._condition:
+            self._killed = True
+            self._condition.notify_all()
 
     def close(self) -> None:
         if self.channel is not None:
@@ -150,7 +152,11 @@ class DevicePut:
                 self._condition.notify_all()
                 idle = open_ is None or not len(open_)
                 if idle or not self._running:
-                    self._condition.wait_for(lambda: self._closed or (self._running and bool(self._plans)))
+                    self._condition.wait_for(
+                        lambda: self._closed or self._killed or (self._running and bool(self._plans))
+                    )
+                if self._killed:
+                    raise RuntimeError("killed")
                 if self._closed:
                     return
                 if not self._running:
@@ -194,8 +200,6 @@ class DevicePut:
         )  # fmt: skip
 
     def _transfer(self, key: int, slot: int, tag: int) -> bool:
-        if self._killed:
-            raise RuntimeError("killed")
         experts, faults = self.config.plan.experts, self._faults
         if faults.throttle_s:
             time.sleep(max(0.0, self._last_begun + faults.throttle_s - time.perf_counter()))
