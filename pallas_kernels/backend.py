@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import jax
+from jaxtyping import Array, Shaped
 
 from pallas_kernels.layout import ExpertLayout
 
@@ -22,14 +23,32 @@ def default_implementation() -> Implementation:
     return "gpu" if capability is not None and float(capability) >= 8.0 else "xla"
 
 
-def rows_to_allocate(slots: int, layout: ExpertLayout, implementation: Implementation) -> int:
-    """Rows of the slot array, so that kernels can address all `slots` of them; usually just as many.
+def _addressable(rows: int, row_elems: int, itemsize: int) -> bool:
+    """Whether JAX's Triton lowering finds every element of such an array.
 
-    JAX's Triton lowering computes element offsets as signed 32-bit numbers for arrays of up to 2**32 bytes, which is
-    too short for arrays of bytes between 2 and 4 GiB. Such an array gets rows that nobody uses, to be larger.
+    It computes element offsets as signed 32-bit numbers for arrays of up to 2**32 bytes, which is too short for arrays
+    of bytes between 2 and 4 GiB: their upper half would be read from below the array.
     """
-    elements = slots * layout.block_elems
-    if implementation == "gpu" and elements > 2**31 and elements * layout.storage.itemsize <= 2**32:
+    elements = rows * row_elems
+    return elements <= 2**31 or elements * itemsize > 2**32
+
+
+def check_addressable(**arrays: Shaped[Array, "_ _"]) -> None:
+    """Raises `ValueError` for arrays that Triton kernels would address wrongly."""
+    for name, array in arrays.items():
+        rows, row_elems = array.shape
+        if not _addressable(rows, row_elems, array.dtype.itemsize):
+            raise ValueError(
+                f"{name}: {array.dtype}{list(array.shape)} is between 2 and 4 GiB, which Triton kernels index wrongly "
+                f"for one-byte elements: use at most {2**31 // row_elems} or at least {2**32 // row_elems + 1} rows, "
+                "or implementation='xla'"
+            )
+
+
+def rows_to_allocate(slots: int, layout: ExpertLayout, implementation: Implementation) -> int:
+    """Rows of the slot array, so that kernels can address all `slots` of them; usually just as many. An array that
+    they could not gets rows that nobody uses, to be larger."""
+    if implementation == "gpu" and not _addressable(slots, layout.block_elems, layout.storage.itemsize):
         return 2**32 // (layout.block_elems * layout.storage.itemsize) + 1
     return slots
 

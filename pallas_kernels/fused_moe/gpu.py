@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
+from pallas_kernels.backend import check_addressable
 from pallas_kernels.fused_moe import tiles
 from pallas_kernels.fused_moe.config import Config, default_config
 from pallas_kernels.fused_moe.swiglu import activate, hidden_dtype
@@ -192,7 +193,7 @@ def fused_moe(
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float32[Array, "B H"]:
-    tiles.check_addressable(slots)
+    check_addressable(slots=slots)
     config = config or default_config(layout, slot_ids.shape[1])
     config.check(layout)
     ids, weights = slot_ids.reshape(-1).astype(jnp.int32), weights.reshape(-1).astype(jnp.float32)

@@ -18,13 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
+from pallas_kernels.backend import check_addressable
 from pallas_kernels.fused_moe import tiles
 from pallas_kernels.fused_moe.config import Config, default_config
 from pallas_kernels.fused_moe.gpu import project_down, up_rows
 from pallas_kernels.fused_moe.swiglu import hidden_dtype
 from pallas_kernels.lanes import count, gather
 from pallas_kernels.layout import ExpertLayout
-from pallas_kernels.miss_load.gpu import Division, check_addressable
+from pallas_kernels.miss_load.gpu import Division
 
 ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)  # slots on the device, the pool in host memory
 
@@ -200,7 +201,7 @@ def moe_on_demand(
     sharing: Sharing | None = None,
     interpret: bool = False,
 ) -> tuple[Shaped[Array, "S n"], Float32[Array, "B H"]]:
-    check_addressable(slots, pool)
+    check_addressable(slots=slots, pool=pool)
     config, sharing = config or default_config(layout, slot_ids.shape[1]), sharing or Sharing()
     config.check(layout)
     ids, weights = slot_ids.reshape(-1).astype(jnp.int32), weights.reshape(-1).astype(jnp.float32)

@@ -21,23 +21,6 @@ Ref = Any  # Pallas has no public type for references.
 Scalar = Int[Array, ""] | int
 
 
-def check_addressable(slots: Shaped[Array, "S n"]) -> None:
-    """Raises `ValueError` for slot arrays that JAX's Triton lowering would address wrongly.
-
-    It counts offsets in elements, as signed 32-bit numbers unless the array has more than 2**32 BYTES.
-    One-byte arrays between 2 and 4 GiB fall in between: their upper half would be read from below the array.
-    """
-    elements, nbytes = slots.size, slots.size * slots.dtype.itemsize
-    if elements > 2**31 and nbytes <= 2**32:
-        fewer = 2**31 // slots.shape[1]
-        more = 2**32 // slots.shape[1] + 1
-        raise ValueError(
-            f"{slots.shape[0]} slots of {slots.shape[1]} {slots.dtype} cannot be addressed by "
-            f"by the Triton kernels (one-byte arrays between 2 and 4 GiB): use at most {fewer} or "
-            f"at least {more} slots"
-        )
-
-
 def row_view(slots: Shaped[Array, "S n"], layout: ExpertLayout, row: int) -> Shaped[Array, "S rows row"]:
     """The slots as rows of H or of F elements, a free view (see `swiglu_layout`)."""
     if layout.block_elems % row:

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped, UInt8
 
+from pallas_kernels.backend import check_addressable
 from pallas_kernels.fused_moe import tiles
 from pallas_kernels.fused_moe.swiglu import activate, fp4_values, hidden_dtype, powers_of_two
 from pallas_kernels.grouped_moe.config import Config, default_config
@@ -202,7 +203,7 @@ def grouped_moe(
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float32[Array, "N M H"]:
-    tiles.check_addressable(slots)
+    check_addressable(slots=slots)
     config = config or default_config(layout)
     config.check(layout)
     blocks, rows, hidden = out.shape

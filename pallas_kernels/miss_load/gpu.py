@@ -16,6 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int, Shaped
 
+from pallas_kernels.backend import check_addressable
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -58,17 +60,6 @@ class Division:
         jax.lax.fori_loop(0, each, copy_piece, None)
 
 
-def check_addressable(slots: Shaped[Array, "S n"], pool: Shaped[Array, "E n"]) -> None:
-    """Raises `ValueError` where Triton kernels would address the upper half of an array wrongly."""
-    for name, array in (("slots", slots), ("pool", pool)):
-        # Pallas has signed 32-bit element offsets for arrays of up to 2**32 bytes: too short for bytes.
-        if array.size > 2**31 and array.size * array.dtype.itemsize <= 2**32:
-            raise ValueError(
-                f"{name}: {array.dtype}{list(array.shape)} is between 2 and 4 GiB, which Triton kernels index "
-                "wrongly for one-byte elements: use fewer or more rows, or implementation='xla'"
-            )
-
-
 def miss_load_gpu(
     slots: Shaped[Array, "S n"],
     pool: Shaped[Array, "E n"],
@@ -79,7 +70,7 @@ def miss_load_gpu(
     interpret: bool = False,
 ) -> Shaped[Array, "S n"]:
     """See `miss_load`."""
-    check_addressable(slots, pool)
+    check_addressable(slots=slots, pool=pool)
     config = config or Config()
     division = Division.of(slots, programs=config.programs, piece_bytes=config.piece_bytes)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)

@@ -12,10 +12,10 @@ import pytest
 from experts import BF16, E2M1, EXTRAS, F16, F32, REAL_SHAPES, error, oracle, random_slots, real_layout
 from lowering import lower_for
 
+from pallas_kernels.backend import check_addressable
 from pallas_kernels.fused_moe import Config, fused_moe
 from pallas_kernels.fused_moe.config import default_config
 from pallas_kernels.fused_moe.swiglu import fp4_values, powers_of_two
-from pallas_kernels.fused_moe.tiles import check_addressable
 from pallas_kernels.layout import FP4, FP8, swiglu_layout
 
 # dtype of the expert, dtype of x, H, F. FP8 shapes: one ragged block, several whole blocks, ragged last ones.
@@ -252,9 +252,9 @@ def test_other_layouts_slots_are_refused():
 def test_slot_arrays_that_triton_would_address_wrongly_are_refused():
     def check(slots):
         # Traced only: such an array is never made.
-        jax.eval_shape(lambda array: check_addressable(array), jax.ShapeDtypeStruct((slots, 2**21), jnp.uint8))
+        jax.eval_shape(lambda array: check_addressable(slots=array), jax.ShapeDtypeStruct((slots, 2**21), jnp.uint8))
 
     check(2**10)
     check(2**11 + 1)
-    with pytest.raises(ValueError, match="at most 1024 or at least 2049 slots"):
+    with pytest.raises(ValueError, match="at most 1024 or at least 2049 rows"):
         check(2**10 + 1)
