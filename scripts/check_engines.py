@@ -26,8 +26,8 @@ import jax
 from seqmoe_jax.compilation import enable_compilation_cache
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import SeqMoEError
-from seqmoe_jax.experts.engines.base import ENGINES, Faults, Moved
 from seqmoe_jax.loading import find_and_load_predictor, load_model
+from seqmoe_jax.prefetch.engine import ENGINES, Faults, Moved
 from seqmoe_jax.text import open_tokenizer
 
 # Of one bucket of lengths, so that all of them run in the same programs.

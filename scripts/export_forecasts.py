@@ -13,7 +13,7 @@ from pathlib import Path
 
 from seqmoe_jax.errors import SeqMoEError
 from seqmoe_jax.forecast import store
-from seqmoe_jax.forecast.export import forecasts_of
+from seqmoe_jax.forecast.evaluation.export import forecasts_of
 from seqmoe_jax.traces.forecasts import write_forecasts
 from seqmoe_jax.traces.format import read_trace
 

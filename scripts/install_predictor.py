@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from seqmoe_jax.forecast import store
-from seqmoe_jax.forecast.variants import one_retention
+from seqmoe_jax.forecast.training.variants import one_retention
 
 LIMIT = 25_000_000  # bytes of what ships
 

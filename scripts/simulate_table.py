@@ -12,12 +12,12 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 
-from seqmoe_jax.traces.forecasters import FirstOrder
+from seqmoe_jax.simulation.forecasters import FirstOrder
+from seqmoe_jax.simulation.linear import LinearForecaster
+from seqmoe_jax.simulation.settings import CHUNKS, EXTRA_TASKS, beyond_paper, threshold_for
+from seqmoe_jax.simulation.simulator import Prefetcher, Result, SimulatedPolicy, Simulation, simulate
 from seqmoe_jax.traces.forecasts import Forecasts, read_forecasts, write_forecasts
 from seqmoe_jax.traces.format import Trace, read_trace
-from seqmoe_jax.traces.linear import LinearForecaster
-from seqmoe_jax.traces.settings import CHUNKS, EXTRA_TASKS, beyond_paper, threshold_for
-from seqmoe_jax.traces.simulator import Prefetcher, Result, SimulatedPolicy, Simulation, simulate
 
 POLICIES: tuple[SimulatedPolicy, ...] = (
     "lru",

@@ -29,17 +29,18 @@ try:
 except Exception as error:
     sys.exit(f"flax.nnx does not import with jax {jax.__version__} ({error}); install flax >= 0.12.12")
 
-from seqmoe_jax.forecast import plain, store
-from seqmoe_jax.forecast.baselines import baselines
+from seqmoe_jax.forecast import inference as plain
+from seqmoe_jax.forecast import store
 from seqmoe_jax.forecast.by_rows import by_rows
 from seqmoe_jax.forecast.config import PredictorConfig, Retention
 from seqmoe_jax.forecast.data import Steps, divide, prepare, shuffle_steps
-from seqmoe_jax.forecast.evaluate import evaluate_baseline, evaluate_predictor, table
+from seqmoe_jax.forecast.evaluation.baselines import baselines
+from seqmoe_jax.forecast.evaluation.evaluate import evaluate_baseline, evaluate_predictor, table
+from seqmoe_jax.forecast.evaluation.metrics import validate
 from seqmoe_jax.forecast.features import NO_TOKEN, activate, token_table
-from seqmoe_jax.forecast.fit import Result, fit
-from seqmoe_jax.forecast.metrics import validate
-from seqmoe_jax.forecast.training import Plan, Recipe, weights_of
-from seqmoe_jax.forecast.variants import without_token
+from seqmoe_jax.forecast.training.fit import Result, fit
+from seqmoe_jax.forecast.training.train import Plan, Recipe, weights_of
+from seqmoe_jax.forecast.training.variants import without_token
 from seqmoe_jax.traces.format import Trace, read_trace
 
 # One change at a time, kept where validation gains from it; the order is that of expected gain.

@@ -16,7 +16,7 @@ from seqmoe_jax.errors import ConfigError, PromptError
 from seqmoe_jax.experts.policy import Policy
 from seqmoe_jax.generation import Request, Run
 from seqmoe_jax.loading import find_and_load_predictor, load_model, random_model
-from seqmoe_jax.planning import Residency, parse_bytes
+from seqmoe_jax.memory.plan import Residency, parse_bytes
 from seqmoe_jax.presets import preset_path
 from seqmoe_jax.sampling import SamplingConfig
 from seqmoe_jax.stats import Stats
@@ -234,7 +234,7 @@ def load(
       predictor: what policy seqmoe forecasts by: "auto" (the one that ships for this model, else the past alone), a
         directory that `seqmoe train-predictor` wrote, or "none".
       transfers: the engine that moves experts ahead of their use, where there is a predictor: "auto" (what measured
-        best: `dma` on NVIDIA GPUs, else none), or one of `seqmoe_jax.experts.engines.base.ENGINES`.
+        best: `dma` on NVIDIA GPUs, else none), or one of `seqmoe_jax.prefetch.engine.ENGINES`.
       max_batch: most sequences decoded together, 1 to 8. Each adds K experts to the least number of slots.
       context: longest prompt + new tokens; memory is planned for it. Default: 4096, or what the model was made for
         if that is less.

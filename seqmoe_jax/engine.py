@@ -19,20 +19,20 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.backend import Implementation, resolve
-from seqmoe_jax.decode import RUNNING, Offload, Replay, Sequences, StepConfig, StepOutput, jitted_step
+from seqmoe_jax.decode.step import RUNNING, Offload, Replay, Sequences, StepConfig, StepOutput, jitted_step
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.cache import PINNED, CacheConfig, empty_cache, keep, rescore, settled
-from seqmoe_jax.experts.engines import make_transfers
-from seqmoe_jax.experts.engines.base import Moved
 from seqmoe_jax.experts.policy import Policy, check_policy, rule_of
-from seqmoe_jax.forecast import plain
-from seqmoe_jax.loaded import Model as Model
-from seqmoe_jax.loaded import Predictor as Predictor
+from seqmoe_jax.forecast import inference as plain
+from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, Plan, Residency, least_slots, make_plan
 from seqmoe_jax.models.fused import DecodeKernels, unfit
+from seqmoe_jax.models.model import Model as Model
+from seqmoe_jax.models.model import Predictor as Predictor
 from seqmoe_jax.models.weights import ModelWeights
-from seqmoe_jax.planning import DEFAULT_CONTEXT, Plan, Residency, least_slots, make_plan
-from seqmoe_jax.prefill import first_token
-from seqmoe_jax.prompts import KeptRouting, PromptReader, ReadPrompts, capacity_of, check_prompts
+from seqmoe_jax.prefetch.engine import Moved
+from seqmoe_jax.prefetch.factory import make_transfers
+from seqmoe_jax.prefill.programs import first_token
+from seqmoe_jax.prefill.reader import KeptRouting, PromptReader, ReadPrompts, capacity_of, check_prompts
 from seqmoe_jax.sampling import SamplingConfig, SamplingParams
 from seqmoe_jax.stats import Counts, Stats
 
@@ -84,7 +84,7 @@ class TokenEngine:
         """`residency` or `device_memory` (bytes) decides the slots; neither means as many as fit.
 
         `predictor` is what policy seqmoe forecasts by, and what makes prefetching possible: `transfers` names the
-        engine that does it (`seqmoe_jax.experts.engines.base.ENGINES`), `scheduler` the rule that orders its tasks,
+        engine that does it (`seqmoe_jax.prefetch.engine.ENGINES`), `scheduler` the rule that orders its tasks,
         `tasks` how many may be open (default: one more than fit into the steps planned for), `threshold` the least
         probability of one. `steps_ahead` is how many steps are planned for: beyond the coming one by the predictor's
         rollout (`forecaster.foresee`), which costs as much as a forecast for each.

@@ -134,13 +134,13 @@ def recall_figure(rows: Mapping[str, Any], split: str | None = None) -> Figure:
 def _hit_rate(args: argparse.Namespace) -> tuple[Figure, dict[str, Any]]:
     from tqdm import tqdm
 
-    from seqmoe_jax.traces.simulator import Simulation, simulate
+    from seqmoe_jax.simulation.simulator import Simulation, simulate
 
     trace = _trace(args)
     policies, forecasts = list(args.policies), None
     if args.predictor is not None:
         from seqmoe_jax.forecast import store
-        from seqmoe_jax.forecast.export import forecasts_of
+        from seqmoe_jax.forecast.evaluation.export import forecasts_of
 
         directory = store.require_predictor(args.predictor, args.model or trace.model, **trace.sizes)
         forecasts = forecasts_of(*store.load(directory), trace, rollout=0)
@@ -189,7 +189,7 @@ def heatmap_figure(trace: Trace, sequence: int) -> Figure:
     """Left: share of decoded steps that activate each expert. Right: one sequence, its steps against all experts."""
     import numpy as np
 
-    from seqmoe_jax.traces.forecasters import mixture
+    from seqmoe_jax.simulation.forecasters import mixture
 
     decoded = trace.without_prompts()
     everything = dataclasses.replace(decoded, prefill_lens=decoded.lens)  # popularity over what was decoded

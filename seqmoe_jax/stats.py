@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from seqmoe_jax.experts.cache import HITS, MISSES, ROUTED
-from seqmoe_jax.experts.engines.base import Moved
+from seqmoe_jax.prefetch.engine import Moved
 
 
 @dataclass(kw_only=True)

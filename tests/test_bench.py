@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from seqmoe_jax.bench.replayed import replay_of
-from seqmoe_jax.cli import main
+from seqmoe_jax.cli.main import main
 from seqmoe_jax.errors import TraceError
 from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.testing import tiny_config

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from scripts.make_random_checkpoint import make_config, write_checkpoint
-from seqmoe_jax.cli import main
+from seqmoe_jax.cli.main import main
 from seqmoe_jax.compilation import VARIABLE
 
 

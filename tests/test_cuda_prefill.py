@@ -19,9 +19,9 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 from pallas_kernels.grouped_moe import assign_blocks
 from seqmoe_jax.experts.cache import CacheConfig, empty_cache
-from seqmoe_jax.experts.prompt import Blocks, Tally
+from seqmoe_jax.prefill.experts import Blocks, Tally
 from seqmoe_jax.models.families import spec_from_config
-from seqmoe_jax.prefill import add_experts, begin_experts, block_rows
+from seqmoe_jax.prefill.programs import add_experts, begin_experts, block_rows
 from seqmoe_jax.testing import tiny_config
 
 slots, rule, length = int(sys.argv[1]), sys.argv[2], 1024

@@ -22,11 +22,11 @@ from functools import partial
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
-from seqmoe_jax.decode import Offload, StepConfig, empty_sequences, jitted_step
+from seqmoe_jax.decode.step import Offload, StepConfig, empty_sequences, jitted_step
 from pallas_kernels.plan_tasks import PlanConfig
 from seqmoe_jax.experts.cache import CacheConfig, empty_cache
-from seqmoe_jax.experts.link import Link
-from seqmoe_jax.forecast import plain
+from seqmoe_jax.prefetch.link import Link
+from seqmoe_jax.forecast import inference as plain
 from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.forecast.predictor import Predictor
 from seqmoe_jax.loading import random_weights

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from seqmoe_jax.decode import Offload, StepConfig, empty_sequences, forward
+from seqmoe_jax.decode.step import Offload, StepConfig, empty_sequences, forward
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.loading import load_model
 from seqmoe_jax.testing import tiny_config

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from seqmoe_jax.errors import ConfigError, ResidencyError
+from seqmoe_jax.memory.plan import dense_bytes, kv_capacity, least_slots, make_plan, parse_bytes
 from seqmoe_jax.models.families import spec_from_config
-from seqmoe_jax.planning import dense_bytes, kv_capacity, least_slots, make_plan, parse_bytes
 from seqmoe_jax.presets import preset_names, preset_path
 from seqmoe_jax.testing import tiny_config, tiny_model
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from seqmoe_jax.cli import main
+from seqmoe_jax.cli.main import main
 
 EXCERPT = str(Path(__file__).parent / "data" / "gptoss20b_excerpt.npz")
 

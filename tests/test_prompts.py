@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from seqmoe_jax.engine import TokenEngine
-from seqmoe_jax.experts.cuda import CopyStream
 from seqmoe_jax.experts.slots import check_invariants
-from seqmoe_jax.experts.streaming import CopySender, Popularity, choose_groups, group_size
+from seqmoe_jax.prefetch.cuda import CopyStream
+from seqmoe_jax.prefill.streaming import CopySender, Popularity, choose_groups, group_size
 from seqmoe_jax.testing import tiny_model, untrained_predictor
 
 pytest.importorskip("flax.nnx")
@@ -28,8 +28,8 @@ def model():
 @pytest.fixture(autouse=True)
 def small_passes_and_groups(monkeypatch, model):
     """A prompt of 75 tokens is two passes, of four chunks and one; a layer's experts come in groups of three."""
-    monkeypatch.setattr("seqmoe_jax.prefill.CHUNK", 16)
-    monkeypatch.setattr("seqmoe_jax.experts.streaming.GROUP_BYTES", 3 * model.spec.expert_layout.block_bytes)
+    monkeypatch.setattr("seqmoe_jax.prefill.programs.CHUNK", 16)
+    monkeypatch.setattr("seqmoe_jax.prefill.streaming.GROUP_BYTES", 3 * model.spec.expert_layout.block_bytes)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def generate(engine, prompts=(PROMPT,), new=NEW):
 @pytest.fixture(scope="module")
 def expected(model):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("seqmoe_jax.prefill.CHUNK", 16)
+        patch.setattr("seqmoe_jax.prefill.programs.CHUNK", 16)
         return generate(TokenEngine(model, policy="full"))
 
 
@@ -160,7 +160,7 @@ class LateCopies(CopyStream):
 def test_copies_behind_the_back_of_xla_have_the_tokens_of_full_load(model, expected, monkeypatch):
     stream = LateCopies()
     monkeypatch.setattr(
-        "seqmoe_jax.prompts.make_sender", lambda pools, device, size: CopySender(pools, device, size, stream)
+        "seqmoe_jax.prefill.reader.make_sender", lambda pools, device, size: CopySender(pools, device, size, stream)
     )
     engine = TokenEngine(model, residency=0.4, stream_prompts=True)
     for _ in range(2):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from seqmoe_jax.cli import main
+from seqmoe_jax.cli.main import main
 from seqmoe_jax.testing import tiny_config, tiny_engine
 
 

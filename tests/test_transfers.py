@@ -8,10 +8,10 @@ import pytest
 from pallas_kernels.plan_tasks import DEADLINE, KEY
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import ConfigError
-from seqmoe_jax.experts.engines.base import Faults
-from seqmoe_jax.experts.engines.device_put import DevicePut
 from seqmoe_jax.experts.slots import SlotState, check_invariants
 from seqmoe_jax.forecast import forecaster
+from seqmoe_jax.prefetch.device_put import DevicePut
+from seqmoe_jax.prefetch.engine import Faults
 from seqmoe_jax.testing import tiny_model, untrained_predictor
 
 pytest.importorskip("flax.nnx")

@@ -12,7 +12,7 @@ import numpy as np
 
 from seqmoe_jax.bench.settings import Setting
 from seqmoe_jax.bench.shares import profile_steps
-from seqmoe_jax.decode import Replay
+from seqmoe_jax.decode.step import Replay
 from seqmoe_jax.engine import Model, Predictor, TokenEngine
 from seqmoe_jax.sampling import SamplingConfig
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-from seqmoe_jax.forecast import plain
+from seqmoe_jax.forecast import inference as plain
 from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.models.routers import hash_experts
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from seqmoe_jax.api import Engine
 from seqmoe_jax.errors import ConfigError, PromptError
+from seqmoe_jax.fields import Fields
 from seqmoe_jax.generation import Request
-from seqmoe_jax.models.fields import Fields
 from seqmoe_jax.sampling import SamplingConfig
 from seqmoe_jax.text.chat import check_messages
 

@@ -18,7 +18,7 @@ from checkpoints import EXPERTS, FAMILIES, NEW, PROMPT, make, make_mxfp4
 from published_v4 import make_v4
 from safetensors.torch import load_file, save_file
 
-from seqmoe_jax.decode import StepOutput, choose, forward
+from seqmoe_jax.decode.step import StepOutput, choose, forward
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.loading import load_model
 
@@ -63,7 +63,7 @@ def case(request, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def chunks_shorter_than_the_prompt(monkeypatch):
-    monkeypatch.setattr("seqmoe_jax.prefill.CHUNK", 32)
+    monkeypatch.setattr("seqmoe_jax.prefill.programs.CHUNK", 32)
 
 
 def generate(engine):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from seqmoe_jax.checkpoints.names import names_of
+from seqmoe_jax.memory.plan import dense_bytes, state_bytes
 from seqmoe_jax.models.families import spec_from_config
-from seqmoe_jax.planning import dense_bytes, state_bytes
 from seqmoe_jax.presets import preset_path
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

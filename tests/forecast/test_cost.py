@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from seqmoe_jax.forecast import plain
+from seqmoe_jax.forecast import inference as plain
 from seqmoe_jax.forecast.config import PredictorConfig
-from seqmoe_jax.forecast.cost import cost, describe
+from seqmoe_jax.forecast.evaluation.cost import cost, describe
 from seqmoe_jax.forecast.predictor import Predictor
 
 CONFIG = PredictorConfig(

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from seqmoe_jax.errors import PredictorError
-from seqmoe_jax.forecast import losses
 from seqmoe_jax.forecast.config import PredictorConfig, Retention
 from seqmoe_jax.forecast.data import divide, prepare, sample, shuffle_steps
+from seqmoe_jax.forecast.evaluation.metrics import cut
 from seqmoe_jax.forecast.features import (
     FIRST_ROW,
     NEVER,
@@ -20,7 +20,7 @@ from seqmoe_jax.forecast.features import (
     steps_until_use,
     token_table,
 )
-from seqmoe_jax.forecast.metrics import cut
+from seqmoe_jax.forecast.training import losses
 from tests.forecast.traces import random_trace
 
 

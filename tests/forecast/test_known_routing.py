@@ -6,9 +6,9 @@ import pytest
 
 from pallas_kernels.plan_tasks import CONFIDENCE, CONFIDENCE_UNIT, KEY
 from seqmoe_jax.engine import TokenEngine
-from seqmoe_jax.experts.engines.device_put import DevicePut
 from seqmoe_jax.forecast.forecaster import known_routing
 from seqmoe_jax.loading import random_model
+from seqmoe_jax.prefetch.device_put import DevicePut
 from seqmoe_jax.testing import untrained_predictor
 
 pytest.importorskip("flax.nnx")

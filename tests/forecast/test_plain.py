@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from seqmoe_jax.forecast import forecaster, plain
+from seqmoe_jax.forecast import forecaster
+from seqmoe_jax.forecast import inference as plain
 from seqmoe_jax.forecast.by_rows import ByRows, by_rows
 from seqmoe_jax.forecast.config import PredictorConfig, Retention
 from seqmoe_jax.forecast.data import prepare
+from seqmoe_jax.forecast.evaluation.metrics import cut, forecast, graph_of, params_of, refined
 from seqmoe_jax.forecast.features import token_table
-from seqmoe_jax.forecast.metrics import cut, forecast, graph_of, params_of, refined
 from seqmoe_jax.forecast.predictor import Predictor, membership
 from tests.forecast.traces import random_trace
 

@@ -7,8 +7,8 @@ import numpy as np
 
 from seqmoe_jax.checkpoints.resolve import read_config, resolve_model
 from seqmoe_jax.forecast import store
-from seqmoe_jax.forecast.cost import cost
-from seqmoe_jax.forecast.export import forecasts_of
+from seqmoe_jax.forecast.evaluation.cost import cost
+from seqmoe_jax.forecast.evaluation.export import forecasts_of
 from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.traces.format import read_trace
 from seqmoe_jax.traces.record import read_prompts

@@ -9,19 +9,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from seqmoe_jax.cli import predictor as command
 from seqmoe_jax.errors import PredictorError, TraceError
-from seqmoe_jax.forecast import command, store
-from seqmoe_jax.forecast.baselines import baselines
-from seqmoe_jax.forecast.checkpoints import Checkpoints
+from seqmoe_jax.forecast import store
 from seqmoe_jax.forecast.config import PredictorConfig, Retention
 from seqmoe_jax.forecast.data import prepare
-from seqmoe_jax.forecast.evaluate import evaluate_baseline, evaluate_predictor, table
-from seqmoe_jax.forecast.export import forecasts_of
+from seqmoe_jax.forecast.evaluation.baselines import baselines
+from seqmoe_jax.forecast.evaluation.evaluate import evaluate_baseline, evaluate_predictor, table
+from seqmoe_jax.forecast.evaluation.export import forecasts_of
 from seqmoe_jax.forecast.features import token_table
-from seqmoe_jax.forecast.fit import fit
 from seqmoe_jax.forecast.predictor import Predictor
-from seqmoe_jax.forecast.training import Plan, Recipe, weights_of
-from seqmoe_jax.forecast.variants import one_retention, without_token
+from seqmoe_jax.forecast.training.checkpoints import Checkpoints
+from seqmoe_jax.forecast.training.fit import fit
+from seqmoe_jax.forecast.training.train import Plan, Recipe, weights_of
+from seqmoe_jax.forecast.training.variants import one_retention, without_token
 from seqmoe_jax.traces.format import write_trace
 from tests.forecast.traces import random_trace
 

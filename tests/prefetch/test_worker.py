@@ -10,9 +10,9 @@ import pytest
 
 from pallas_kernels.plan_tasks import CONFIDENCE_UNIT, PlanConfig
 from pallas_kernels.slot_update import PROGRESS_UNIT
-from seqmoe_jax.experts.engines.base import EngineConfig, Faults, host_view
-from seqmoe_jax.experts.engines.dma import Dma
 from seqmoe_jax.prefetch.compiled import address_of
+from seqmoe_jax.prefetch.dma import Dma
+from seqmoe_jax.prefetch.engine import EngineConfig, Faults, host_view
 from seqmoe_jax.prefetch.worker import Calls
 
 LAYERS, EXPERTS, SLOTS, BYTES, TASKS = 4, 6, 10, 5 << 20, 5

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from seqmoe_jax.cli.trace import add_arguments, run
 from seqmoe_jax.errors import ConfigError, PredictorError, TraceError
-from seqmoe_jax.traces.command import add_arguments, run
-from seqmoe_jax.traces.forecasters import FirstOrder
+from seqmoe_jax.simulation.forecasters import FirstOrder
 from seqmoe_jax.traces.forecasts import write_forecasts
 
 EXCERPT = str(Path(__file__).parents[1] / "data" / "gptoss20b_excerpt.npz")
@@ -83,5 +83,5 @@ def test_faults(words, error, message):
 
 
 def test_other_commands_do_not_pay_for_the_compiler():
-    code = "import seqmoe_jax.traces.command, seqmoe_jax.cli, sys; sys.exit('numba' in sys.modules)"
+    code = "import seqmoe_jax.cli.trace, seqmoe_jax.cli.main, sys; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0

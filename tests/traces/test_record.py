@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from seqmoe_jax.api import Engine
-from seqmoe_jax.cli import main
+from seqmoe_jax.cli.main import main
 from seqmoe_jax.errors import PromptError
 from seqmoe_jax.experts import cache
 from seqmoe_jax.sampling import SamplingConfig
@@ -45,7 +45,7 @@ def test_the_replay_routes_as_decoding_did(monkeypatch):
         return honest(slots, ids, layer, config, *rest, **options)
 
     monkeypatch.setattr(cache, "find_slots", listening)
-    monkeypatch.setattr("seqmoe_jax.prefill.CHUNK", 32)  # several chunks of prefill
+    monkeypatch.setattr("seqmoe_jax.prefill.programs.CHUNK", 32)  # several chunks of prefill
     # Of a shape that no other test has: a step compiled before does not listen.
     engine = tiny_engine(seed=3, residency=0.7, policy="lru", max_batch=2)
     prompts = [[5, 6, 7, 8, 9], list(range(40, 60))]
@@ -199,7 +199,7 @@ def test_faults_that_are_said_before_anything_is_generated(engine, tmp_path):
 
 
 def test_the_command(engine, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("seqmoe_jax.cli.load_engine", lambda args, **options: engine)
+    monkeypatch.setattr("seqmoe_jax.cli.main.load_engine", lambda args, **options: engine)
     (tmp_path / "p.txt").write_text("ab\ncd\n")
     words = ["trace", "/some/where/tiny", "--prompts", str(tmp_path / "p.txt"), "--out", str(tmp_path / "T.npz")]
     more = ["--max-new-tokens", str(NEW), "--name", "owner/tiny"]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from seqmoe_jax.errors import ConfigError, TraceError
-from seqmoe_jax.traces.forecasters import FirstOrder, noisy_oracle
+from seqmoe_jax.simulation.forecasters import FirstOrder, noisy_oracle
+from seqmoe_jax.simulation.simulator import Simulation, simulate
 from seqmoe_jax.traces.forecasts import Forecasts, read_forecasts, write_forecasts
 from seqmoe_jax.traces.format import Trace
-from seqmoe_jax.traces.simulator import Simulation, simulate
 
 PREFETCHERS = ["seqmoe", "moe-infinity", "promoe"]
 
@@ -175,7 +175,7 @@ def test_tasks_beyond_the_step_reach_its_first_layers(short, oracle):
 def test_runs_in_blocks_are_one_run(short, noisy, monkeypatch):
     config = Simulation(**BASE, chunks=4, refine=True, early=True, compare=True, late=True, horizon=2)
     whole = simulate(short, config, noisy)
-    monkeypatch.setattr("seqmoe_jax.traces.simulator._BLOCK", 97)
+    monkeypatch.setattr("seqmoe_jax.simulation.simulator._BLOCK", 97)
     assert simulate(short, config, noisy) == whole
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from seqmoe_jax.fields import Fields
 from seqmoe_jax.models.families import (
     deepseek,
     deepseek_v4,
@@ -17,7 +18,6 @@ from seqmoe_jax.models.families import (
     qwen_next,
 )
 from seqmoe_jax.models.families.common import Family
-from seqmoe_jax.models.fields import Fields
 from seqmoe_jax.models.spec import ModelSpec
 
 # By `model_type` of config.json.

@@ -11,7 +11,7 @@ import numpy as np
 
 from pallas_kernels.layout import FP4, FP4_BLOCK, FP8
 from seqmoe_jax.errors import ConfigError
-from seqmoe_jax.models.fields import Fields
+from seqmoe_jax.fields import Fields
 from seqmoe_jax.models.mixers.gqa import GQA
 from seqmoe_jax.models.mlp import DenseSpec, SharedSpec
 from seqmoe_jax.models.naming import Names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from seqmoe_jax.fields import Fields
 from seqmoe_jax.models.families.common import (
     Family,
     check_groups,
@@ -18,7 +19,6 @@ from seqmoe_jax.models.families.common import (
     shared_expert,
     sigmoid_router,
 )
-from seqmoe_jax.models.fields import Fields
 from seqmoe_jax.models.mixers.mla import MLA
 from seqmoe_jax.models.naming import CORRECTION, LAYER, SHARED, Names
 from seqmoe_jax.models.norms import RMSNorm

@@ -12,8 +12,8 @@ from typing import Any
 
 from pallas_kernels.layout import FP4, Activation
 from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.fields import Fields
 from seqmoe_jax.models.families.common import Family, layer_types, model, only, rms_norm, rope, router
-from seqmoe_jax.models.fields import Fields
 from seqmoe_jax.models.mixers.compressed import CompressedAttention
 from seqmoe_jax.models.mixers.compressor import Compressor, Indexer
 from seqmoe_jax.models.mlp import DenseSpec, SharedSpec

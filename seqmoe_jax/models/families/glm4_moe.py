@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from seqmoe_jax.fields import Fields
 from seqmoe_jax.models.families.common import (
     Family,
     dense_mlp,
@@ -12,7 +13,6 @@ from seqmoe_jax.models.families.common import (
     shared_expert,
     sigmoid_router,
 )
-from seqmoe_jax.models.fields import Fields
 from seqmoe_jax.models.naming import CORRECTION, LAYER, SHARED, Names
 from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from pallas_kernels.layout import Activation
 from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.fields import Fields
 from seqmoe_jax.models.families.common import Family, gqa, layer_types, model, only, rms_norm, router
-from seqmoe_jax.models.fields import Fields
 from seqmoe_jax.models.naming import LAYER, ExpertNames, Names
 from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from seqmoe_jax.fields import Fields
 from seqmoe_jax.models.families.common import Family, gqa, model, only, rms_norm, router
-from seqmoe_jax.models.fields import Fields
 from seqmoe_jax.models.naming import Names
 from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
 

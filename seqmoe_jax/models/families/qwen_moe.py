@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from seqmoe_jax.fields import Fields
 from seqmoe_jax.models.families.common import (
     Family,
     dense_mlp,
@@ -12,7 +13,6 @@ from seqmoe_jax.models.families.common import (
     router,
     sparse_layers,
 )
-from seqmoe_jax.models.fields import Fields
 from seqmoe_jax.models.mixers.gqa import GQA
 from seqmoe_jax.models.mlp import DenseSpec, SharedSpec
 from seqmoe_jax.models.naming import LAYER, Names

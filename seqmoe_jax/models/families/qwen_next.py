@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from seqmoe_jax.fields import Fields
 from seqmoe_jax.models.families.common import (
     Family,
     dense_mlp,
@@ -14,7 +15,6 @@ from seqmoe_jax.models.families.common import (
     sparse_layers,
 )
 from seqmoe_jax.models.families.qwen_moe import SHARED
-from seqmoe_jax.models.fields import Fields
 from seqmoe_jax.models.mixers import Mixer
 from seqmoe_jax.models.mixers.gated_delta_net import GatedDeltaNet
 from seqmoe_jax.models.mlp import DenseSpec, SharedSpec

@@ -1,0 +1,1 @@
+"""How good a predictor is, and what it costs."""

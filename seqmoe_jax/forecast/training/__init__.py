@@ -1,0 +1,1 @@
+"""Training a predictor on a trace (paper 5.4)."""

@@ -1,0 +1,1 @@
+"""What a model takes of device and host memory, and whether that fits."""

@@ -1,0 +1,173 @@
+"""How many slots a model gets, and what the device must hold: weights, slots, KV, workspace. All sizes in bytes."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+import numpy as np
+
+from pallas_kernels.backend import Implementation, rows_to_allocate
+from seqmoe_jax.decode.step import empty_sequences
+from seqmoe_jax.errors import ConfigError, ResidencyError
+from seqmoe_jax.models.spec import ModelSpec
+from seqmoe_jax.prefill.programs import PASS_CHUNKS, block_rows, chunk_length
+from seqmoe_jax.prefill.streaming import staging_bytes
+
+MAX_BATCH = 8
+DEFAULT_CONTEXT = 4096  # memory is planned for the whole context: a longer one has to be asked for
+Residency = float | int | Literal["least"]
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a choice of slots, context and batch needs of device memory, in bytes."""
+
+    slots: int
+    residency: float
+    dense: int
+    slot_cache: int
+    kv: int
+    workspace: int
+    forecast: int = 0
+    staging: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.slot_cache + self.kv + self.workspace + self.forecast + self.staging
+
+    def describe(self) -> str:
+        parts = {"weights": self.dense, "slots": self.slot_cache, "KV": self.kv, "workspace": self.workspace}
+        if self.forecast:
+            parts["forecast"] = self.forecast
+        if self.staging:
+            parts["staging"] = self.staging
+        listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+        return f"{self.total / 1e9:.2f} GB on the device ({listed})"
+
+
+def parse_bytes(text: str | int) -> int:
+    """`"12GiB"`, `"800MB"`, `12_000_000_000` -> bytes. Raises `ConfigError`."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if not match or match[2] not in _UNITS:
+        raise ConfigError(f"cannot read {text!r} as a memory size; write it like 12GiB or 800MB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def least_slots(spec: ModelSpec, batch: int) -> int:
+    """The fewest slots that work: all experts that one layer of one step can need, min(B * K, E)."""
+    return min(batch * spec.moe.top_k, spec.moe.experts)
+
+
+def kv_capacity(length: int) -> int:
+    """Positions of KV allocated for a sequence of `length`: few values, so few programs are compiled."""
+    if length <= 4096:
+        return max(256, 1 << (length - 1).bit_length())
+    return -(-length // 4096) * 4096
+
+
+def dense_bytes(spec: ModelSpec, activations: np.dtype | type) -> int:
+    """Everything but experts; `activations` is the dtype that it is held in where a tensor has none of its own."""
+    return sum(tensor.nbytes(np.dtype(activations)) for tensor in spec.tensors().values())
+
+
+def state_bytes(spec: ModelSpec, batch: int, context: int, activations: np.dtype | type) -> int:
+    """What the mixers keep of the sequences' past."""
+    init = partial(empty_sequences, spec=spec, batch=batch, capacity=kv_capacity(context), dtype=np.dtype(activations))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(init).states))
+
+
+def workspace_bytes(spec: ModelSpec, batch: int, context: int) -> int:
+    """Upper estimate of temporaries: a pass of prefill with the widest of its parts, or the logits."""
+    moe, chunk = spec.moe, chunk_length(batch)
+    tokens = batch * min(PASS_CHUNKS * chunk, -(-context // chunk) * chunk)
+    rows = block_rows(tokens)
+    blocks = -(-tokens * moe.top_k // rows) + min(moe.experts, tokens * moe.top_k)
+    # Expert outputs and hidden activations of the experts, in float32, and a chunk's sums over them.
+    grouped = blocks * rows * 4 * (spec.hidden + moe.width) + 8 * batch * chunk * spec.hidden
+    mixing = max(layer.mixer.workspace_bytes(batch, chunk, kv_capacity(context)) for layer in spec.layers)
+    # The streams of the pass and what their experts read; of a chunk also a copy in float32.
+    streams = math.prod(spec.token_shape) * (4 * tokens + 8 * batch * chunk) + 4 * tokens * spec.hidden
+    routing = 8 * spec.num_keys // moe.experts * tokens * moe.top_k
+    return max(grouped, mixing, 8 * batch * spec.vocab) + streams + routing + (64 << 20)
+
+
+def make_plan(
+    spec: ModelSpec,
+    *,
+    residency: Residency | None = None,
+    device_memory: int | None = None,
+    available: int | None = None,
+    batch: int = 1,
+    context: int = DEFAULT_CONTEXT,
+    activation_dtype: np.dtype | type = np.float32,
+    implementation: Implementation = "xla",
+    forecast: int = 0,
+    stream: bool = False,
+) -> Plan:
+    """Slots from a residency, from a budget in bytes, or from what the device has `available`.
+
+    `forecast`: bytes of the predictor's weights. `stream`: experts are sent ahead of a prompt's layers, which takes a
+    staging area unless all of them are resident.
+    Raises `ResidencyError` where the residency is out of range, too small for K and B, or does not fit.
+    """
+    if residency is not None and device_memory is not None:
+        raise ConfigError("give either a residency or a device memory, not both")
+    if not 1 <= batch <= MAX_BATCH:
+        raise ConfigError(f"a batch has 1 to {MAX_BATCH} sequences, got {batch}")
+    if context < 1:
+        raise ConfigError(f"a context has at least 1 token, got {context}")
+    fixed = dict(
+        dense=dense_bytes(spec, activation_dtype),
+        kv=state_bytes(spec, batch, context, activation_dtype),
+        workspace=workspace_bytes(spec, batch, context),
+        forecast=forecast,
+    )
+    block = spec.expert_layout.block_bytes
+    staging = staging_bytes(spec.expert_layout, spec.moe.experts) if stream else 0
+    least = least_slots(spec, batch)
+    share = least / spec.num_keys
+    lowest = f"the least is {least} slots (residency {share:.4f}) for {batch} sequence(s), K={spec.moe.top_k}"
+    budget = device_memory if device_memory is not None else available
+    if residency == "least":
+        slots = least
+    elif residency is not None:
+        if not 0 < residency <= 1:
+            raise ResidencyError(f"residency must be in (0, 1], got {residency}; {lowest}")
+        slots = int(residency * spec.num_keys + 1e-9)
+        if slots < least:
+            raise ResidencyError(f"residency {residency} gives {slots} of {spec.num_keys} experts a slot; {lowest}")
+    elif budget is None:
+        slots = spec.num_keys
+    else:
+        slots = (budget - sum(fixed.values())) // block
+        if slots < spec.num_keys:
+            fixed["staging"] = staging
+            slots = (budget - sum(fixed.values())) // block
+        slots = min(slots, spec.num_keys)
+        if slots < least:
+            need = sum(fixed.values()) + least * block
+            raise ResidencyError(
+                f"{budget / 1e9:.2f} GB of device memory is not enough: this model needs at least {need / 1e9:.2f} GB "
+                f"with context {context} and batch {batch}; allow more, or shorten the context"
+            )
+    if slots < spec.num_keys:
+        fixed["staging"] = staging
+    rows = rows_to_allocate(slots, spec.expert_layout, implementation)
+    if device_memory is not None and sum(fixed.values()) + rows * block > device_memory:
+        # The rows that make an array addressable do not fit: stay below the size that needs them.
+        slots = rows = min(slots, 2**31 // block)
+    plan = Plan(slots=slots, residency=slots / spec.num_keys, slot_cache=rows * block, **fixed)
+    if available is not None and plan.total > available:
+        raise ResidencyError(
+            f"residency {plan.residency:.3f} needs {plan.describe()} but {available / 1e9:.2f} GB are available; "
+            "lower the residency, the context or the batch"
+        )
+    return plan

@@ -1,0 +1,74 @@
+"""Transfer engines: what moves experts ahead of their use. One interface (`base`), several implementations."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from jaxtyping import Array, Shaped
+
+from pallas_kernels.plan_tasks import PlanConfig
+from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.experts.cache import CacheConfig
+from seqmoe_jax.prefetch.engine import (
+    EngineConfig,
+    TransferEngine,
+    check_engine,
+    resolve_engine,
+    typical_transfer_cost,
+)
+
+TASKS = (3, 16)  # prefetch tasks open at a time, at least and at most; each takes a slot from the cache
+
+
+def make_engine(
+    name: str, pools: tuple[Shaped[Array, "E n"], ...], device: jax.Device, config: EngineConfig
+) -> TransferEngine:
+    """The engine of a name that `resolve_engine` gave; not "none"."""
+    if name == "dma":
+        from seqmoe_jax.prefetch.dma import Dma  # imports numba
+
+        return Dma(pools, device, config)
+    from seqmoe_jax.prefetch.device_put import DevicePut
+
+    return DevicePut(pools, device, config, callback=name == "callback")
+
+
+def make_transfers(
+    name: str,
+    pools: tuple[Shaped[Array, "E n"], ...],
+    device: jax.Device,
+    cache: CacheConfig,
+    *,
+    predicted: bool,
+    needed: int,
+    scheduler: str,
+    tasks: int | None,
+    threshold: float,
+    steps: int,
+) -> tuple[PlanConfig | None, TransferEngine | None]:
+    """The planning and the engine that a model, its policy and the backend allow; None where nothing is prefetched.
+
+    `predicted`: there is a forecast to plan by. `needed`: the most slots that a layer of a step can use. `tasks`: most
+    tasks open at a time; by default one more than fit into the `steps` that are planned for.
+    Raises `ConfigError` for an engine that cannot work.
+    """
+    check_engine(name)
+    if steps < 1:
+        raise ConfigError(f"transfers are planned for at least 1 step, got {steps}")
+    if not predicted:
+        if name not in ("auto", "none") and cache.slots < cache.layers * cache.experts:
+            raise ConfigError(f"transfers {name!r} need policy seqmoe and a predictor; load with predictor=...")
+        return None, None
+    name = resolve_engine(name, cache.implementation)
+    if name == "none":
+        return None, None
+    if tasks is None:
+        fit = steps * cache.layers / typical_transfer_cost(cache.layout.block_bytes)
+        tasks = min(max(math.ceil(fit) + 1, TASKS[0]), TASKS[1])
+    plan = PlanConfig(
+        layers=cache.layers, experts=cache.experts, tasks=tasks, threshold=threshold, steps=steps,
+        keep=min(2 * needed, cache.experts),
+    )  # fmt: skip
+    config = EngineConfig(plan=plan, expert_bytes=cache.layout.block_bytes, slots=cache.slots, scheduler=scheduler)
+    return plan, make_engine(name, pools, device, config)
