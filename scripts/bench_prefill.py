@@ -23,6 +23,7 @@ import numpy as np
 from seqmoe_jax.compilation import enable_compilation_cache
 from seqmoe_jax.engine import Model, TokenEngine
 from seqmoe_jax.loading import random_model
+from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.presets import preset_path
 
 COLUMNS = (
@@ -38,7 +39,9 @@ def bench(
     lengths = [min(length, model.spec.context - 1) for length in lengths]
     context = max(lengths) + 1
     engine = TokenEngine(
-        model, policy=policy, residency=residency, max_batch=batch, context=context, stream_prompts=stream
+        model,
+        EngineOptions(policy=policy, residency=residency, max_batch=batch, context=context),
+        stream_prompts=stream,
     )
     for length in lengths:
         runs = []

@@ -27,6 +27,7 @@ from seqmoe_jax.compilation import enable_compilation_cache
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import SeqMoEError
 from seqmoe_jax.loading import find_and_load_predictor, load_model
+from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.prefetch.engine import ENGINES, Faults, Moved
 from seqmoe_jax.text import open_tokenizer
 
@@ -156,12 +157,15 @@ def main() -> int:
         predictor = find_and_load_predictor("auto", model) if names else None
         if names and predictor is None:
             parser.error(f"{args.model} has no predictor that ships: give --engines without names to check policies")
-        full = TokenEngine(model, policy="full", residency=1.0, announce=announce)
+        full = TokenEngine(model, EngineOptions(policy="full", residency=1.0), announce=announce)
         engines = [
-            TokenEngine(model, policy=policy, residency=args.residency, announce=announce) for policy in args.policies
+            TokenEngine(model, EngineOptions(policy=policy, residency=args.residency), announce=announce)
+            for policy in args.policies
         ]
         engines += [
-            TokenEngine(model, residency=args.residency, predictor=predictor, transfers=name, announce=announce)
+            TokenEngine(
+                model, EngineOptions(residency=args.residency, transfers=name), predictor=predictor, announce=announce
+            )
             for name in names
         ]
     except SeqMoEError as error:

@@ -21,6 +21,7 @@ from seqmoe_jax.compilation import enable_compilation_cache
 from seqmoe_jax.engine import Model, TokenEngine
 from seqmoe_jax.experts.policy import POLICIES
 from seqmoe_jax.loading import load_model
+from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.text import end_tokens, open_tokenizer
 
 PROMPTS = (
@@ -57,7 +58,9 @@ def run(
         ):
             row[name] = None  # refused, and rightly so
             continue
-        engine = TokenEngine(model, policy=policy, residency=residency, max_batch=batch, announce=announce)
+        engine = TokenEngine(
+            model, EngineOptions(policy=policy, residency=residency, max_batch=batch), announce=announce
+        )
         groups = [[prompt] for prompt in prompts] if batch == 1 else [prompts[:4]]
         tokens, hits = [], []
         for group in groups:

@@ -25,11 +25,10 @@ import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from pallas_kernels.plan_tasks import PlanConfig
-from seqmoe_jax.bench.settings import VARIANTS
+from seqmoe_jax.bench.settings import VARIANTS, Setting
 from seqmoe_jax.decode.step import Offload, StepConfig, empty_sequences, jitted_step
-from seqmoe_jax.engine import THRESHOLD
 from seqmoe_jax.experts.cache import CacheConfig, empty_cache
-from seqmoe_jax.experts.policy import rule_of
+from seqmoe_jax.experts.policy import check_policy, rule_of
 from seqmoe_jax.forecast import inference as plain
 from seqmoe_jax.forecast import store
 from seqmoe_jax.forecast.by_rows import by_rows
@@ -37,6 +36,7 @@ from seqmoe_jax.loading import random_weights
 from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.models.fused import DecodeKernels
 from seqmoe_jax.models.spec import ModelSpec
+from seqmoe_jax.options import THRESHOLD, EngineOptions
 from seqmoe_jax.prefetch.link import Link
 from seqmoe_jax.presets import preset_path
 from seqmoe_jax.sampling import SamplingConfig, SamplingParams
@@ -104,27 +104,27 @@ def read_dump(directory: Path) -> dict[str, Any]:
 
 def compiled_step(spec: ModelSpec, name: str, device: Any, args: argparse.Namespace, dump: str) -> None:
     """Compiles the decode step of one setting for `device`, which need not be there; XLA dumps what it does."""
-    variant: dict[str, Any] = dict(policy="full") if name == "full" else VARIANTS[name]
+    setting = Setting(name="full", options=EngineOptions(policy="full")) if name == "full" else VARIANTS[name]
+    options = setting.options
     layers, moe = len(spec.moe_layers), spec.moe
     slots = spec.num_keys if name == "full" else round(args.residency * spec.num_keys)
-    options = variant.get("options", {})
     predictor, weights_of_predictor, state, plan, link = None, None, None, None, None
-    if variant.get("predicted"):
+    if setting.predicted:
         loaded, arrays = store.load(args.predictor, dtype=BF16)
         loaded.check(layers=layers, experts=moe.experts, active=moe.top_k)
         predictor = loaded
         weights_of_predictor = jax.eval_shape(lambda: by_rows(jax.tree.map(jnp.asarray, arrays)))
         state = jax.eval_shape(lambda: plain.init_state(loaded, args.batch, BF16))
-        if options.get("transfers", "none") == "dma":
+        if options.transfers == "dma":
             keep = min(2 * moe.top_k * args.batch, moe.experts)
             plan = PlanConfig(
                 layers=layers, experts=moe.experts, tasks=args.tasks, threshold=THRESHOLD, keep=keep,
-                steps=options.get("steps_ahead", 1),
+                steps=options.steps_ahead,
             )  # fmt: skip
-        elif options.get("transfers", "none") != "none":
+        elif options.transfers != "none":
             raise SystemExit(f"graph_report: {name} is not of one program; take full, lru, lfu, history, evict or dma*")
     cache = CacheConfig(
-        layout=spec.expert_layout, layers=layers, experts=moe.experts, slots=slots, rule=rule_of(variant["policy"]),
+        layout=spec.expert_layout, layers=layers, experts=moe.experts, slots=slots, rule=rule_of(check_policy(options.policy)),
         managed=name != "full", implementation="gpu",
         tasks=0 if plan is None else plan.tasks,
     )  # fmt: skip
@@ -141,9 +141,9 @@ def compiled_step(spec: ModelSpec, name: str, device: Any, args: argparse.Namesp
         scalar = there(numbers(dtype=jnp.float32))
         link = Link(scalar, None, *there((numbers(slots), numbers(16), numbers(plan.board_words)), pinned))
     config = StepConfig(
-        spec=spec, cache=cache, forecast=variant["policy"] == "seqmoe", greedy=True, vocab=spec.vocab,
+        spec=spec, cache=cache, forecast=options.policy == "seqmoe", greedy=True, vocab=spec.vocab,
         kernels=DecodeKernels.of("gpu" if args.decode_kernels else "xla"), predictor=predictor,
-        trigger=layers // 2 if predictor is not None and options.get("refine", True) else None, plan=plan,
+        trigger=layers // 2 if predictor is not None and options.refine else None, plan=plan,
     )  # fmt: skip
     sequences = jax.eval_shape(partial(empty_sequences, spec=spec, batch=args.batch, capacity=args.context, dtype=BF16))
     offload = Offload(

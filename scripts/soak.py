@@ -29,6 +29,7 @@ from seqmoe_jax.compilation import enable_compilation_cache
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import SeqMoEError
 from seqmoe_jax.loading import find_and_load_predictor, load_model
+from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.prefetch.engine import ENGINES
 from seqmoe_jax.prefill.programs import bucket
 from seqmoe_jax.sampling import SamplingConfig
@@ -214,10 +215,7 @@ def main() -> int:
     transfers = args.transfers or ("dma" if jax.default_backend() == "gpu" else "device_put")
     try:
         model, _ = load_model(args.model)
-        engine = TokenEngine(
-            model, residency=args.residency, predictor=find_and_load_predictor(args.predictor, model),
-            transfers=transfers, max_batch=MAX_BATCH, context=CONTEXT,
-        )  # fmt: skip
+        engine = TokenEngine(model, EngineOptions(residency=args.residency, transfers=transfers, max_batch=MAX_BATCH, context=CONTEXT), predictor=find_and_load_predictor(args.predictor, model))  # fmt: skip
     except SeqMoEError as error:
         parser.error(str(error))
     try:

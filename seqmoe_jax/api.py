@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
-from pallas_kernels.backend import Implementation
 from seqmoe_jax.checkpoints.resolve import read_config
 from seqmoe_jax.compilation import enable_compilation_cache
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import ConfigError, PromptError
-from seqmoe_jax.experts.policy import Policy
 from seqmoe_jax.generation import Request, Run
 from seqmoe_jax.loading import find_and_load_predictor, load_model, random_model
-from seqmoe_jax.memory.plan import Residency, parse_bytes
+from seqmoe_jax.options import EngineKeywords, EngineOptions
 from seqmoe_jax.presets import preset_path
 from seqmoe_jax.sampling import SamplingConfig
 from seqmoe_jax.stats import Stats
@@ -212,38 +210,21 @@ class Engine:
 def load(
     model: str | Path = "demo",
     *,
-    residency: Residency | None = None,
-    device_memory: str | int | None = None,
-    policy: Policy | str = "seqmoe",
-    predictor: str | Path = "auto",
-    transfers: str = "auto",
-    max_batch: int = 1,
-    context: int | None = None,
-    dtype: str | None = None,
     random_weights: bool = False,
-    kernels: Implementation | None = None,
     progress: bool | None = None,
+    **options: Unpack[EngineKeywords],
 ) -> Engine:
     """A model into memory: dense weights and a slot cache on the device, all experts in pinned host memory.
 
     Args:
       model: a directory, a Hugging Face id, `"demo"`, or (with `random_weights`) the name of a preset in `configs/`.
-      residency: share of the experts that have a slot, in (0, 1], or `"least"`. Default: as many as fit.
-      device_memory: instead of a residency, a budget for weights, slots, KV and workspace: `"12GiB"` or bytes.
-      policy: which expert leaves when a missing one needs its slot; see `seqmoe_jax.experts.policy`.
-      predictor: what policy seqmoe forecasts by: "auto" (the one that ships for this model, else the past alone), a
-        directory that `seqmoe train-predictor` wrote, or "none".
-      transfers: the engine that moves experts ahead of their use, where there is a predictor: "auto" (what measured
-        best: `dma` on NVIDIA GPUs, else none), or one of `seqmoe_jax.prefetch.engine.ENGINES`.
-      max_batch: most sequences decoded together, 1 to 8. Each adds K experts to the least number of slots.
-      context: longest prompt + new tokens; memory is planned for it. Default: 4096, or what the model was made for
-        if that is less.
-      dtype: of activations, "float32" or "bfloat16". Default: float32 on a CPU, the checkpoint's dtype elsewhere.
-      kernels: "xla", "gpu" or "tpu". Default: the best that this backend has (`seqmoe doctor` shows it).
+      random_weights: real shapes, meaningless text.
       progress: bars and messages on standard error. Default: if that is a terminal.
+      options: the fields of `EngineOptions`, which says what they are.
 
     Raises `CheckpointError`, `ConfigError`, `PredictorError` or `ResidencyError`, in one line that says what to do.
     """
+    chosen = EngineOptions(**options)
     enable_compilation_cache()
     shown = sys.stderr.isatty() if progress is None else progress
     tokenizer: Tokenizer
@@ -251,25 +232,19 @@ def load(
     chat = defaults = None
     with _LoadBar(shown, str(model)) as bar:
         if random_weights:
-            loaded = random_model(preset_path(str(model)), dtype=dtype, name=str(model), progress=bar)
+            loaded = random_model(preset_path(str(model)), dtype=chosen.dtype, name=str(model), progress=bar)
             tokenizer = ByteTokenizer(vocab=loaded.spec.vocab)
         else:
-            loaded, directory = load_model(model, dtype=dtype, progress=bar)
+            loaded, directory = load_model(model, dtype=chosen.dtype, progress=bar)
             family = str(read_config(directory)["model_type"])
             tokenizer = open_tokenizer(directory, family)
             ends = end_tokens(directory, family)
             chat, defaults = chat_of(directory, family), model_sampling(directory)
     engine = TokenEngine(
         loaded,
-        residency=residency,
-        device_memory=None if device_memory is None else parse_bytes(device_memory),
-        policy=policy,
-        max_batch=max_batch,
-        context=context,
+        chosen,
+        predictor=find_and_load_predictor(chosen.predictor, loaded) if chosen.policy == "seqmoe" else None,
         vocab=tokenizer.vocab,
-        implementation=kernels,
-        predictor=find_and_load_predictor(predictor, loaded) if policy == "seqmoe" else None,
-        transfers=transfers,
         announce=_say if shown else None,
     )
     return Engine(engine, tokenizer, ends, chat=chat, defaults=defaults)

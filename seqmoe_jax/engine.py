@@ -11,28 +11,29 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from pallas_kernels.backend import Implementation, resolve
+from pallas_kernels.backend import resolve
 from seqmoe_jax.decode.step import RUNNING, Offload, Replay, Sequences, StepConfig, StepOutput, jitted_step
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.cache import PINNED, CacheConfig, empty_cache, keep, rescore, settled
-from seqmoe_jax.experts.policy import Policy, check_policy, rule_of
+from seqmoe_jax.experts.policy import check_policy, rule_of
 from seqmoe_jax.forecast import inference as plain
-from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, Plan, Residency, least_slots, make_plan
+from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, make_plan, parse_bytes
 from seqmoe_jax.models.fused import DecodeKernels, unfit
 from seqmoe_jax.models.model import Model as Model
 from seqmoe_jax.models.model import Predictor as Predictor
 from seqmoe_jax.models.weights import ModelWeights
+from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.prefetch.engine import Moved
 from seqmoe_jax.prefetch.factory import make_transfers
 from seqmoe_jax.prefill.programs import first_token
 from seqmoe_jax.prefill.reader import KeptRouting, PromptReader, ReadPrompts, capacity_of, check_prompts
+from seqmoe_jax.programs import Programs
 from seqmoe_jax.sampling import SamplingConfig, SamplingParams
 from seqmoe_jax.stats import Counts, Stats
 
@@ -61,57 +62,36 @@ class TokenEngine:
     def __init__(
         self,
         model: Model,
+        options: EngineOptions = EngineOptions(),  # noqa: B008  frozen
         *,
-        residency: Residency | None = None,
-        device_memory: int | None = None,
-        policy: Policy | str = "seqmoe",
-        max_batch: int = 1,
-        context: int | None = None,
-        vocab: int | None = None,
-        implementation: Implementation | None = None,
         predictor: Predictor | None = None,
-        transfers: str = "auto",
-        scheduler: str = "seqmoe",
-        tasks: int | None = None,
-        threshold: float = THRESHOLD,
-        steps_ahead: int = 1,
-        refine: bool = True,
+        vocab: int | None = None,
         replay: Replay | None = None,
-        decode_kernels: bool = True,
-        stream_prompts: bool = False,
         announce: Callable[[str], None] | None = None,
     ):
-        """`residency` or `device_memory` (bytes) decides the slots; neither means as many as fit.
+        """Of `options`, those about files (`predictor`, `dtype`) were followed when `model` was loaded.
 
-        `predictor` is what policy seqmoe forecasts by, and what makes prefetching possible: `transfers` names the
-        engine that does it (`seqmoe_jax.prefetch.engine.ENGINES`), `scheduler` the rule that orders its tasks,
-        `tasks` how many may be open (default: one more than fit into the steps planned for), `threshold` the least
-        probability of one. `steps_ahead` is how many steps are planned for: beyond the coming one by the predictor's
-        rollout (`forecaster.foresee`), which costs as much as a forecast for each.
-        `refine` forecasts the running step anew at half of its layers. `replay` forces recorded routing on the model.
-        `decode_kernels`: kernels for attention, routing and projections too, where the experts' are those for GPUs;
-        False leaves them to XLA, which is slower (docs/benchmarks.md).
-        `stream_prompts`: what a prompt is likely to need is sent ahead of its layers, beside the slots. Off until it
-        has been measured on a GPU.
+        `predictor` is what policy seqmoe forecasts by, and what makes prefetching possible.
         `vocab`: the tokenizer's; ids beyond it are never generated. Default: every row of the output head may be.
+        `replay` forces recorded routing on the model. `announce` is told what is being compiled.
         Raises `ResidencyError` or `ConfigError` where that cannot work.
         """
-        self.model, self.policy, self.announce = model, check_policy(policy), announce or log.info
-        spec = model.spec
-        self.context = min(context or DEFAULT_CONTEXT, spec.context)
+        self.model, self.options, self.policy = model, options, check_policy(options.policy)
+        self.programs = Programs(announce)
+        spec, max_batch, kernels = model.spec, options.max_batch, resolve(options.kernels)
+        self.context = min(options.context or DEFAULT_CONTEXT, spec.context)
         self.dtype = model.weights.embed.dtype
         self.device = next(iter(model.weights.embed.devices()))
-        self.plan: Plan = make_plan(
+        self.plan: MemoryPlan = make_plan(
             spec,
-            residency=residency,
-            device_memory=device_memory,
+            residency=options.residency,
+            device_memory=None if options.device_memory is None else parse_bytes(options.device_memory),
             available=_available_memory(self.device, model.weights),
             batch=max_batch,
             context=self.context,
             activation_dtype=self.dtype,
-            implementation=resolve(implementation),
+            implementation=kernels,
             forecast=0 if predictor is None else predictor.nbytes,
-            stream=stream_prompts,
         )
         self.max_batch, self.vocab = max_batch, min(vocab or spec.vocab, spec.vocab)
         everything = self.plan.slots == spec.num_keys
@@ -122,28 +102,24 @@ class TokenEngine:
             slots=self.plan.slots,
             rule=rule_of(self.policy),
             managed=not (everything and self.policy == "full"),
-            implementation=resolve(implementation),
+            implementation=kernels,
         )
-        self.kernels = DecodeKernels.of(self.config.implementation if decode_kernels else "xla")
+        self.kernels = DecodeKernels.of(kernels if options.decode_kernels else "xla")
         if predictor is not None:
             moe = spec.moe
             predictor.config.check(layers=len(spec.moe_layers), experts=moe.experts, active=moe.top_k)
         self.predictor = predictor if self.policy == "seqmoe" and not everything else None
         self.replay = replay
-        self._refine = refine
         self._plan_config, self._transfers = make_transfers(
-            transfers, model.pools, self.device, self.config, predicted=self.predictor is not None,
-            needed=spec.moe.top_k * max_batch, scheduler=scheduler, tasks=tasks, threshold=threshold,
-            steps=steps_ahead,
+            options, model.pools, self.device, self.config, predicted=self.predictor is not None,
+            needed=spec.moe.top_k * max_batch,
         )  # fmt: skip
         if self._plan_config is not None:
             self.config = replace(self.config, tasks=self._plan_config.tasks)
-        self._programs: dict[Any, Any] = {}
         self._reader = PromptReader(
             model, self.config, policy=self.policy, predictor=self.predictor, replay=replay, device=self.device,
-            stream=stream_prompts,
+            stream=False,
         )  # fmt: skip
-        self._compile_s = 0.0
         self._lock = threading.Lock()
         self.last_stats = Stats()
         self._offload = self._new_offload()
@@ -169,7 +145,7 @@ class TokenEngine:
 
     def step_program(self) -> jax.stages.Compiled:
         """The decode step compiled last. Raises `ConfigError` before the first generation."""
-        programs = [program for key, program in self._programs.items() if key[0] == "step"]
+        programs = self.programs.named("step")
         if not programs:
             raise ConfigError("no decode step has been compiled yet; generate something first")
         return programs[-1]
@@ -221,7 +197,7 @@ class TokenEngine:
         kept = KeptRouting(self.model.spec, [*map(len, sequences)])
         with self._lock:
             self._begin(batch)
-            self._reader.read(sequences, batch, capacity, just_one, self._offload, self._program, self._hold, kept)
+            self._reader.read(sequences, batch, capacity, just_one, self._offload, self.programs.get, self._hold, kept)
         return kept.by_sequence
 
     def _new_offload(self) -> Offload:
@@ -254,7 +230,7 @@ class TokenEngine:
         sampling: Sequence[SamplingConfig],
         end_tokens: Sequence[int],
     ) -> Iterator[TokenEvent]:
-        started, self._compile_s = time.perf_counter(), 0.0
+        started, compiled_before = time.perf_counter(), self.programs.compile_s
         count = len(prompts)
         batch = 1 << (count - 1).bit_length()  # few batch sizes are compiled; the rest is padding that is done already
         params = jax.device_put(SamplingParams.of(sampling, batch), self.device)
@@ -292,7 +268,7 @@ class TokenEngine:
         constant = (self.model.weights, self.model.pools, params, ends)
         if max(max_new_tokens) > 1:
             # Before the first token goes out, so that text is not held up right after it began.
-            step = self._program(
+            step = self.programs.get(
                 ("step", batch, capacity, ends.shape[0], config.greedy), "the decode step", jitted_step,
                 sequences, self._offload, *constant, None if engine is None else engine.link(), predictor, self.replay,
                 config=config,
@@ -302,7 +278,7 @@ class TokenEngine:
             jax.block_until_ready(first.packed)
             if engine is not None:
                 engine.start(self._offload.cache.blocks)
-            stats.ttft_s = time.perf_counter() - started - self._compile_s
+            stats.ttft_s = time.perf_counter() - started - (self.programs.compile_s - compiled_before)
             self._reader.observe(read.tally, stats.prompt_tokens)
             yield from events(first, prefill)
             if not any(alive):
@@ -333,7 +309,7 @@ class TokenEngine:
         finally:
             if engine is not None:
                 engine.pause()
-            stats.compile_s = self._compile_s
+            stats.compile_s = self.programs.compile_s - compiled_before
             stats.count(prefill, decode, read.streamed, self._moved().since(before), self.config.layout.block_bytes)
 
     def _moved(self) -> Moved:
@@ -350,7 +326,7 @@ class TokenEngine:
             vocab=self.vocab,
             kernels=self.kernels,
             predictor=None if predictor is None else predictor.config,
-            trigger=config.layers // 2 if predictor is not None and self._refine and config.layers > 1 else None,
+            trigger=config.layers // 2 if predictor is not None and self.options.refine and config.layers > 1 else None,
             plan=self._plan_config,
             ahead=1 if engine is None else engine.ahead,
             channel=getattr(engine, "channel", None),
@@ -382,13 +358,13 @@ class TokenEngine:
     ) -> tuple[Sequences, StepOutput, ReadPrompts]:
         """All prompts through all layers; samples the first new token of each."""
         self._begin(batch)
-        read = self._reader.read(prompts, batch, capacity, max_new_tokens, self._offload, self._program, self._hold)
+        read = self._reader.read(prompts, batch, capacity, max_new_tokens, self._offload, self.programs.get, self._hold)
         if self.policy == "prefill-hot" and self.plan.slots < self.model.spec.num_keys:
             self._keep_most_used(np.asarray(read.tally.tokens_of))
         predictor = None if self.predictor is None else self.predictor.weights
         args = (read.sequences, self._offload, read.last, self.model.weights, params, ends, read.tally.counts,
                 read.pending, predictor, self.replay)  # fmt: skip
-        program = self._program(
+        program = self.programs.get(
             ("first", batch, capacity, ends.shape[0], config.greedy), "sampling", first_token, *args, config=config
         )
         sequences, self._offload, output = program(*args)
@@ -411,16 +387,6 @@ class TokenEngine:
             mask = jnp.asarray(wanted.reshape(self.config.layers, -1)[layer])
             cache = _keep(cache, pool, mask, jnp.asarray(layer, jnp.int32), config=self.config)
             self._offload = self._offload._replace(cache=cache)
-
-    def _program(self, key: Any, what: str, function: Any, *args: Any, **static: Any) -> Any:
-        """The compiled program of a function for these shapes; says so before it compiles."""
-        program = self._programs.get(key)
-        if program is None:
-            self.announce(f"compiling {what}")
-            started = time.perf_counter()
-            program = self._programs[key] = function.lower(*args, **static).compile()
-            self._compile_s += time.perf_counter() - started
-        return program
 
 
 def _available_memory(device: jax.Device, weights: ModelWeights) -> int | None:

@@ -7,6 +7,7 @@ from typing import Any
 from seqmoe_jax.api import Engine
 from seqmoe_jax.engine import Model, Predictor, TokenEngine
 from seqmoe_jax.loading import random_model
+from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.text import ByteTokenizer
 
 
@@ -41,7 +42,7 @@ def tiny_model(*, seed: int = 0, **changes: Any) -> Model:
 def tiny_engine(*, seed: int = 0, **options: Any) -> Engine:
     """An engine over `tiny_model` that reads and writes bytes. `options` are those of `TokenEngine`."""
     model = tiny_model(seed=seed)
-    return Engine(TokenEngine(model, **options), ByteTokenizer(vocab=model.spec.vocab), ends=())
+    return Engine(TokenEngine(model, EngineOptions(**options)), ByteTokenizer(vocab=model.spec.vocab), ends=())
 
 
 def untrained_predictor(model: Model) -> Predictor:

@@ -4,6 +4,7 @@ import pytest
 
 from seqmoe_jax.bench.shares import Launch, ProfileError, describe, profile_steps, scopes_of, shares_of
 from seqmoe_jax.engine import TokenEngine
+from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.testing import tiny_model
 
 
@@ -84,7 +85,7 @@ def test_no_launches_is_an_error():
 
 @pytest.fixture(scope="module")
 def engine():
-    engine = TokenEngine(tiny_model(), policy="seqmoe", residency=0.7)
+    engine = TokenEngine(tiny_model(), EngineOptions(policy="seqmoe", residency=0.7))
     list(engine.run([[1, 2, 3]], max_new_tokens=9))
     return engine
 

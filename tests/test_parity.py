@@ -14,6 +14,7 @@ import pytest
 from seqmoe_jax.decode.step import Offload, StepConfig, empty_sequences, forward
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.loading import load_model
+from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.testing import tiny_config
 
 torch = pytest.importorskip("torch")
@@ -96,7 +97,7 @@ def case(request, tmp_path_factory):
 @pytest.mark.parametrize(("policy", "residency"), [("full", 1.0), ("seqmoe", 0.3), ("lru", 0.3)])
 def test_greedy_tokens_are_equal(case, policy, residency):
     model, tokens, _ = case
-    engine = TokenEngine(model, policy=policy, residency=residency)
+    engine = TokenEngine(model, EngineOptions(policy=policy, residency=residency))
     new = [event.token for event in engine.run([PROMPT], max_new_tokens=NEW)]
     assert new == tokens[len(PROMPT) :]
     assert (engine.last_stats.hit_rate < 1) == (residency < 1)
@@ -104,7 +105,7 @@ def test_greedy_tokens_are_equal(case, policy, residency):
 
 def test_logits_are_equal_to_a_ten_thousandth(case):
     model, tokens, expected = case
-    engine = TokenEngine(model, policy="lru", residency=0.3)
+    engine = TokenEngine(model, EngineOptions(policy="lru", residency=0.3))
     config = StepConfig(spec=model.spec, cache=engine.config, forecast=False, greedy=True, vocab=model.spec.vocab)
     step = jax.jit(lambda s, o: forward(s, o, model.weights, model.pools, config=config))
     sequences = empty_sequences(spec=model.spec, batch=1, capacity=256, dtype=engine.dtype)

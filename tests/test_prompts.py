@@ -10,6 +10,7 @@ import pytest
 
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.experts.slots import check_invariants
+from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.prefetch.cuda import CopyStream
 from seqmoe_jax.prefill.streaming import CopySender, Popularity, choose_groups, group_size
 from seqmoe_jax.testing import tiny_model, untrained_predictor
@@ -48,12 +49,12 @@ def generate(engine, prompts=(PROMPT,), new=NEW):
 def expected(model):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("seqmoe_jax.prefill.programs.CHUNK", 16)
-        return generate(TokenEngine(model, policy="full"))
+        return generate(TokenEngine(model, EngineOptions(policy="full")))
 
 
 @pytest.mark.parametrize("policy", ["seqmoe", "lru", "prefill-hot"])
 def test_streamed_prompts_have_the_tokens_of_full_load(model, expected, policy):
-    engine = TokenEngine(model, policy=policy, residency=0.4, stream_prompts=True)
+    engine = TokenEngine(model, EngineOptions(policy=policy, residency=0.4), stream_prompts=True)
     for _ in range(2):
         assert generate(engine) == expected
         stats = engine.last_stats
@@ -63,14 +64,14 @@ def test_streamed_prompts_have_the_tokens_of_full_load(model, expected, policy):
 
 
 def test_prompts_may_be_loaded_on_demand_instead(model, expected):
-    engine = TokenEngine(model, policy="lru", residency=0.4)
+    engine = TokenEngine(model, EngineOptions(policy="lru", residency=0.4))
     assert generate(engine) == expected
     assert engine.last_stats.experts_streamed == 0
     assert engine.plan.staging == 0
 
 
 def test_a_short_prompt_loads_on_demand(model):
-    engine = TokenEngine(model, residency=0.4, stream_prompts=True)
+    engine = TokenEngine(model, EngineOptions(residency=0.4), stream_prompts=True)
     generate(engine, [[5]])
     assert engine.last_stats.experts_streamed == 0
     assert engine.last_stats.experts_loaded > 0
@@ -78,7 +79,7 @@ def test_a_short_prompt_loads_on_demand(model):
 
 def test_what_a_prompt_uses_little_does_not_displace_what_was_used_more(model):
     """The slots hold the experts of the highest scores after a prompt, which all came by."""
-    engine = TokenEngine(model, residency=0.4, stream_prompts=True)
+    engine = TokenEngine(model, EngineOptions(residency=0.4), stream_prompts=True)
     list(engine.run([PROMPT[:60]], max_new_tokens=1))
     tables, retention = engine._offload.cache.tables, np.asarray(engine._offload.forecast[1])
     resident = np.asarray(tables.slot_of_key) >= 0
@@ -88,7 +89,9 @@ def test_what_a_prompt_uses_little_does_not_displace_what_was_used_more(model):
 
 @pytest.fixture(scope="module")
 def predicting(model, predictor):
-    return TokenEngine(model, residency=0.6, predictor=predictor, transfers="none", max_batch=2, stream_prompts=True)
+    return TokenEngine(
+        model, EngineOptions(residency=0.6, transfers="none", max_batch=2), predictor=predictor, stream_prompts=True
+    )
 
 
 def test_the_predictor_has_read_the_prompt_as_decoding_would_have(predicting):
@@ -162,7 +165,7 @@ def test_copies_behind_the_back_of_xla_have_the_tokens_of_full_load(model, expec
     monkeypatch.setattr(
         "seqmoe_jax.prefill.reader.make_sender", lambda pools, device, size: CopySender(pools, device, size, stream)
     )
-    engine = TokenEngine(model, residency=0.4, stream_prompts=True)
+    engine = TokenEngine(model, EngineOptions(residency=0.4), stream_prompts=True)
     for _ in range(2):
         assert generate(engine) == expected
     assert stream.copies > engine.last_stats.experts_streamed > 0
@@ -170,7 +173,7 @@ def test_copies_behind_the_back_of_xla_have_the_tokens_of_full_load(model, expec
 
 
 def test_an_engine_that_is_let_go_is_gone_at_once(model):
-    engine = TokenEngine(model, residency=0.7, stream_prompts=True)
+    engine = TokenEngine(model, EngineOptions(residency=0.7), stream_prompts=True)
     generate(engine)
     engine.close()
     alive = weakref.ref(engine)

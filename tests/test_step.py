@@ -6,13 +6,14 @@ import jax
 import pytest
 
 from seqmoe_jax.engine import TokenEngine
+from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.testing import tiny_model
 
 
 @pytest.fixture(scope="module", params=["lru", "seqmoe"])
 def engine(request, compiled_as_usual):
     # Sizes are chosen so that no two kinds of buffer have the same shape: 11 slots, 16 keys, 256 positions.
-    return TokenEngine(tiny_model(torch_dtype="bfloat16"), policy=request.param, residency=0.7)
+    return TokenEngine(tiny_model(torch_dtype="bfloat16"), EngineOptions(policy=request.param, residency=0.7))
 
 
 def run(engine, steps=8):

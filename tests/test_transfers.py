@@ -10,6 +10,7 @@ from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.slots import SlotState, check_invariants
 from seqmoe_jax.forecast import forecaster
+from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.prefetch.device_put import DevicePut
 from seqmoe_jax.prefetch.engine import Faults
 from seqmoe_jax.testing import tiny_model, untrained_predictor
@@ -39,7 +40,7 @@ def generate(engine, prompts):
 
 @pytest.fixture(scope="module")
 def full_load(model):
-    engine = TokenEngine(model, policy="full", max_batch=2)
+    engine = TokenEngine(model, EngineOptions(policy="full", max_batch=2))
     return {"single": generate(engine, PROMPTS[:1]), "batch": generate(engine, PROMPTS)}
 
 
@@ -50,7 +51,7 @@ def engine(request, model, predictor):
         options = dict(transfers="device_put", threshold=0.3, steps_ahead=2)
         patch.setattr(DevicePut, "ahead", 1)  # as `dma` plans, which needs a GPU
         patch.setattr(forecaster, "FURTHER", 1.5)  # an untrained predictor is sure of nothing
-    engine = TokenEngine(model, residency=0.7, predictor=predictor, max_batch=2, tasks=3, **options)
+    engine = TokenEngine(model, EngineOptions(residency=0.7, max_batch=2, tasks=3, **options), predictor=predictor)
     yield engine
     engine.close()
     patch.undo()
@@ -95,7 +96,7 @@ def test_nothing_is_left_under_way_after_a_request(engine):
 
 def test_routing_may_be_read_after_a_request(engine, model):
     generate(engine, PROMPTS[:1])
-    full = TokenEngine(model, policy="full")
+    full = TokenEngine(model, EngineOptions(policy="full"))
     for ours, expected in zip(engine.routing(PROMPTS[1:]), full.routing(PROMPTS[1:]), strict=True):
         np.testing.assert_array_equal(ours[0], expected[0])
     states = np.asarray(engine._offload.cache.tables.state)
@@ -114,7 +115,9 @@ def test_faults_of_the_link_cost_no_token(engine, full_load):
 
 def test_a_worker_that_dies_costs_no_token_and_is_reported(model, predictor, full_load):
     engine = TokenEngine(
-        model, residency=0.7, predictor=predictor, transfers="device_put", max_batch=2, tasks=3, threshold=0.01
+        model,
+        EngineOptions(residency=0.7, transfers="device_put", max_batch=2, tasks=3, threshold=0.01),
+        predictor=predictor,
     )
     run = engine.run(PROMPTS[:1], max_new_tokens=NEW)
     tokens = [next(run).token for _ in range(5)]
@@ -140,15 +143,15 @@ def test_a_worker_that_dies_costs_no_token_and_is_reported(model, predictor, ful
 )
 def test_an_engine_that_cannot_work_is_refused(model, options, message):
     with pytest.raises(ConfigError, match=message):
-        TokenEngine(model, residency=0.5, **options)
+        TokenEngine(model, EngineOptions(residency=0.5, **options))
 
 
 def test_dma_is_refused_without_a_gpu(model, predictor):
     with pytest.raises(ConfigError, match="needs the kernels for CUDA GPUs"):
-        TokenEngine(model, residency=0.5, predictor=predictor, transfers="dma")
+        TokenEngine(model, EngineOptions(residency=0.5, transfers="dma"), predictor=predictor)
 
 
 def test_a_predictor_of_another_shape_is_refused(model, predictor):
     other = tiny_model(num_experts=4)
     with pytest.raises(Exception, match="L=2, E=8, K=2"):
-        TokenEngine(other, residency=0.5, predictor=predictor)
+        TokenEngine(other, EngineOptions(residency=0.5), predictor=predictor)

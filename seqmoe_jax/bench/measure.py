@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_kernels.backend import Implementation
 from seqmoe_jax.bench.settings import Setting
 from seqmoe_jax.bench.shares import profile_steps
 from seqmoe_jax.decode.step import Replay
@@ -29,9 +30,10 @@ def measure(
     repeats: int,
     temperature: float = 0.0,
     profiled: int = 0,
-    **options: Any,
+    kernels: Implementation | None = None,
+    decode_kernels: bool = True,
 ) -> dict[str, Any]:
-    """One row of the table; `options` are those of `TokenEngine`, for every setting. Times are of the decode phase; the
+    """One row of the table. Times are of the decode phase; the
     first generation warms programs and cache up. A run after those timed, of which the last
     `profiled` steps are profiled, says where the time goes.
 
@@ -41,20 +43,15 @@ def measure(
     rng, device = np.random.default_rng(0), next(iter(model.weights.embed.devices()))
     engine = TokenEngine(
         model,
-        policy=setting.policy,
-        residency=setting.residency,
-        max_batch=setting.batch,
-        context=PROMPT + steps + 1,
+        replace(setting.options, context=PROMPT + steps + 1, kernels=kernels, decode_kernels=decode_kernels),
         predictor=predictor if setting.predicted else None,
         replay=None if replay is None else jax.device_put(replay, device),
-        **options,
-        **setting.options,
     )
     runs, tokens, compile_s = [], [], 0.0
     begun = time.perf_counter()
     try:
         for repeat in range(repeats + 1):
-            prompts = [rng.integers(0, model.spec.vocab, PROMPT).tolist() for _ in range(setting.batch)]
+            prompts = [rng.integers(0, model.spec.vocab, PROMPT).tolist() for _ in range(setting.options.max_batch)]
             sampling = SamplingConfig(temperature=temperature, seed=repeat)
             events = list(engine.run(prompts, max_new_tokens=steps + 1, sampling=sampling))
             if repeat == 0:
@@ -82,17 +79,17 @@ def measure(
         "name": setting.name,
         "residency": round(engine.plan.residency, 4),
         "slots": engine.plan.slots,
-        "batch": setting.batch,
+        "batch": setting.options.max_batch,
         "tokens_per_second": median(lambda run: run.tokens_per_second),
         "spread": [min(run.tokens_per_second for run in runs), max(run.tokens_per_second for run in runs)],
-        "step_us": median(lambda run: 1e6 * setting.batch / run.tokens_per_second),
+        "step_us": median(lambda run: 1e6 * setting.options.max_batch / run.tokens_per_second),
         "hit_rate": median(lambda run: run.hit_rate),
         "loaded_per_step": median(lambda run: run.experts_loaded_decoding / steps),
         "awaited_per_step": median(lambda run: run.experts_awaited / steps),
         "prefetched_per_step": median(lambda run: run.experts_prefetched / steps),
         "bytes_per_step": median(lambda run: run.bytes_moved_decoding / steps),
         "transfers": runs[0].transfers,
-        "scheduler": setting.options.get("scheduler", "seqmoe") if setting.predicted else None,
+        "scheduler": setting.options.scheduler if setting.predicted else None,
         "transfer_cost": cost,
         "ttft_s": median(lambda run: run.ttft_s),
         "kernels": runs[0].kernels,

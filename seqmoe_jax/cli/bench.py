@@ -99,12 +99,17 @@ def run(args: argparse.Namespace) -> int:
         try:
             row = measure(
                 model, setting, predictor=predictor, replay=replay, steps=args.steps, repeats=args.repeats,
-                temperature=args.temperature, profiled=args.shares, implementation=args.kernels,
+                temperature=args.temperature, profiled=args.shares, kernels=args.kernels,
                 decode_kernels=args.decode_kernels,
             )  # fmt: skip
         except Exception as error:  # one setting that fails leaves the others
-            row = {"name": setting.name, "residency": setting.residency, "batch": setting.batch, "error": repr(error)}
-            say(f"{setting.name:14} {setting.residency:5.2f}  failed: {error!r}"[:400])
+            row = {
+                "name": setting.name,
+                "residency": setting.options.residency,
+                "batch": setting.options.max_batch,
+                "error": repr(error),
+            }
+            say(f"{setting.name:14} {setting.options.residency:5.2f}  failed: {error!r}"[:400])
         result["rows"].append(row)
         compare(result["rows"])
         if "error" not in row:

@@ -6,7 +6,6 @@ import math
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import jax
 import numpy as np
@@ -15,17 +14,16 @@ from pallas_kernels.backend import Implementation, rows_to_allocate
 from seqmoe_jax.decode.step import empty_sequences
 from seqmoe_jax.errors import ConfigError, ResidencyError
 from seqmoe_jax.models.spec import ModelSpec
+from seqmoe_jax.options import MAX_BATCH, Residency
 from seqmoe_jax.prefill.programs import PASS_CHUNKS, block_rows, chunk_length
 from seqmoe_jax.prefill.streaming import staging_bytes
 
-MAX_BATCH = 8
 DEFAULT_CONTEXT = 4096  # memory is planned for the whole context: a longer one has to be asked for
-Residency = float | int | Literal["least"]
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class MemoryPlan:
     """What a choice of slots, context and batch needs of device memory, in bytes."""
 
     slots: int
@@ -111,7 +109,7 @@ def make_plan(
     implementation: Implementation = "xla",
     forecast: int = 0,
     stream: bool = False,
-) -> Plan:
+) -> MemoryPlan:
     """Slots from a residency, from a budget in bytes, or from what the device has `available`.
 
     `forecast`: bytes of the predictor's weights. `stream`: experts are sent ahead of a prompt's layers, which takes a
@@ -164,7 +162,7 @@ def make_plan(
     if device_memory is not None and sum(fixed.values()) + rows * block > device_memory:
         # The rows that make an array addressable do not fit: stay below the size that needs them.
         slots = rows = min(slots, 2**31 // block)
-    plan = Plan(slots=slots, residency=slots / spec.num_keys, slot_cache=rows * block, **fixed)
+    plan = MemoryPlan(slots=slots, residency=slots / spec.num_keys, slot_cache=rows * block, **fixed)
     if available is not None and plan.total > available:
         raise ResidencyError(
             f"residency {plan.residency:.3f} needs {plan.describe()} but {available / 1e9:.2f} GB are available; "

@@ -15,8 +15,9 @@ from seqmoe_jax.checkpoints.resolve import read_json, resolve_config
 from seqmoe_jax.doctor import link_bandwidth
 from seqmoe_jax.errors import ResidencyError
 from seqmoe_jax.loading import activation_dtype
-from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, Plan, Residency, least_slots, make_plan
+from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, make_plan
 from seqmoe_jax.models.families import spec_from_config
+from seqmoe_jax.options import Residency
 from seqmoe_jax.presets import preset_names, preset_path
 
 
@@ -113,7 +114,7 @@ def describe(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _sizes(plan: Plan) -> dict[str, Any]:
+def _sizes(plan: MemoryPlan) -> dict[str, Any]:
     return asdict(plan) | {"total": plan.total}
 
 

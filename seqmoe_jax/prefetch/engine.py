@@ -15,6 +15,7 @@ from pallas_kernels.backend import Implementation
 from pallas_kernels.plan_tasks import PlanConfig
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.prefetch.link import Link
+from seqmoe_jax.prefetch.tasks import Scheduler
 
 ENGINES: dict[str, str] = {
     "auto": "dma with the kernels for CUDA GPUs, else none: what measured best (docs/benchmarks.md)",
@@ -32,7 +33,7 @@ class EngineConfig:
     plan: PlanConfig
     expert_bytes: int
     slots: int
-    scheduler: str = "seqmoe"
+    scheduler: Scheduler = "seqmoe"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,10 @@ from jaxtyping import Array, Shaped
 from pallas_kernels.plan_tasks import PlanConfig
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.cache import CacheConfig
+from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.prefetch.engine import (
     EngineConfig,
     TransferEngine,
-    check_engine,
     resolve_engine,
     typical_transfer_cost,
 )
@@ -35,27 +35,20 @@ def make_engine(
 
 
 def make_transfers(
-    name: str,
+    options: EngineOptions,
     pools: tuple[Shaped[Array, "E n"], ...],
     device: jax.Device,
     cache: CacheConfig,
     *,
     predicted: bool,
     needed: int,
-    scheduler: str,
-    tasks: int | None,
-    threshold: float,
-    steps: int,
 ) -> tuple[PlanConfig | None, TransferEngine | None]:
     """The planning and the engine that a model, its policy and the backend allow; None where nothing is prefetched.
 
-    `predicted`: there is a forecast to plan by. `needed`: the most slots that a layer of a step can use. `tasks`: most
-    tasks open at a time; by default one more than fit into the `steps` that are planned for.
+    `predicted`: there is a forecast to plan by. `needed`: the most slots that a layer of a step can use.
     Raises `ConfigError` for an engine that cannot work.
     """
-    check_engine(name)
-    if steps < 1:
-        raise ConfigError(f"transfers are planned for at least 1 step, got {steps}")
+    name, tasks, steps = options.transfers, options.tasks, options.steps_ahead
     if not predicted:
         if name not in ("auto", "none") and cache.slots < cache.layers * cache.experts:
             raise ConfigError(f"transfers {name!r} need policy seqmoe and a predictor; load with predictor=...")
@@ -67,8 +60,10 @@ def make_transfers(
         fit = steps * cache.layers / typical_transfer_cost(cache.layout.block_bytes)
         tasks = min(max(math.ceil(fit) + 1, TASKS[0]), TASKS[1])
     plan = PlanConfig(
-        layers=cache.layers, experts=cache.experts, tasks=tasks, threshold=threshold, steps=steps,
+        layers=cache.layers, experts=cache.experts, tasks=tasks, threshold=options.threshold, steps=steps,
         keep=min(2 * needed, cache.experts),
     )  # fmt: skip
-    config = EngineConfig(plan=plan, expert_bytes=cache.layout.block_bytes, slots=cache.slots, scheduler=scheduler)
+    config = EngineConfig(
+        plan=plan, expert_bytes=cache.layout.block_bytes, slots=cache.slots, scheduler=options.scheduler
+    )
     return plan, make_engine(name, pools, device, config)

@@ -8,15 +8,13 @@ The earliest deadline in that set is moved first; after every transfer the choic
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, no_type_check
+from typing import no_type_check
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from seqmoe_jax.prefetch.compiled import compiled
-from seqmoe_jax.prefetch.tasks import Tasks
-
-Scheduler = Literal["seqmoe", "moe-infinity", "promoe"]
+from seqmoe_jax.prefetch.tasks import Scheduler, Tasks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,11 @@ from seqmoe_jax.decode.step import Offload, Replay, Sequences, empty_sequences
 from seqmoe_jax.errors import PromptError, ResidencyError
 from seqmoe_jax.experts.cache import CacheConfig
 from seqmoe_jax.experts.policy import Policy, prompt_rule_of
-from seqmoe_jax.memory.plan import MAX_BATCH, kv_capacity, least_slots
+from seqmoe_jax.memory.plan import kv_capacity, least_slots
 from seqmoe_jax.models.model import Model, Predictor
 from seqmoe_jax.models.spec import LayerSpec, ModelSpec
 from seqmoe_jax.models.weights import LayerWeights
+from seqmoe_jax.options import MAX_BATCH
 from seqmoe_jax.prefill.experts import Tally
 from seqmoe_jax.prefill.programs import (
     PASS_CHUNKS,

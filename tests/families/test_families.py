@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from seqmoe_jax.decode.step import StepOutput, choose, forward
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.loading import load_model
+from seqmoe_jax.options import EngineOptions
 
 
 @partial(jax.jit, static_argnames="config", donate_argnums=(0, 1))
@@ -82,7 +83,7 @@ def test_tokens_and_logits_are_those_of_transformers(case):
 @pytest.mark.slow  # one more compilation of everything for every family
 def test_prompts_of_different_lengths_leave_each_other_alone(case):
     model, reference = case
-    engine = TokenEngine(model, policy="lru", residency=0.3, max_batch=2)
+    engine = TokenEngine(model, EngineOptions(policy="lru", residency=0.3, max_batch=2))
     events = list(engine.run([PROMPT, PROMPT[:19]], max_new_tokens=NEW))
     assert [event.token for event in events if event.sequence == 0] == reference.tokens[len(PROMPT) :]
     short = [event.token for event in events if event.sequence == 1]
@@ -92,7 +93,7 @@ def test_prompts_of_different_lengths_leave_each_other_alone(case):
 @pytest.mark.slow  # one more compilation of everything for every family
 def test_tokens_at_full_load_are_those_of_transformers(case):
     model, reference = case
-    engine = TokenEngine(model, policy="full")
+    engine = TokenEngine(model, EngineOptions(policy="full"))
     assert generate(engine) == reference.tokens[len(PROMPT) :]
     assert engine.last_stats.hit_rate == 1
 
@@ -101,12 +102,12 @@ def test_tokens_at_full_load_are_those_of_transformers(case):
 @pytest.mark.parametrize("case", ["gpt_oss-mxfp4", "mixtral"], indirect=True)
 def test_sequences_of_different_lengths_cross_the_window_together(case):
     model, reference = case
-    engine = TokenEngine(model, policy="lru", residency=0.3, max_batch=2)
+    engine = TokenEngine(model, EngineOptions(policy="lru", residency=0.3, max_batch=2))
     tokens = [[], []]
     for event in engine.run([PROMPT[:7], PROMPT], max_new_tokens=NEW):
         tokens[event.sequence].append(event.token)
     assert tokens[1] == reference.tokens[len(PROMPT) :]
-    alone = TokenEngine(model, policy="lru", residency=0.3)
+    alone = TokenEngine(model, EngineOptions(policy="lru", residency=0.3))
     assert tokens[0] == [event.token for event in alone.run([PROMPT[:7]], max_new_tokens=NEW)]
 
 

@@ -8,6 +8,7 @@ from pallas_kernels.plan_tasks import CONFIDENCE, CONFIDENCE_UNIT, KEY
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.forecast.forecaster import known_routing
 from seqmoe_jax.loading import random_model
+from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.prefetch.device_put import DevicePut
 from seqmoe_jax.testing import untrained_predictor
 
@@ -31,7 +32,9 @@ def model():
 @pytest.mark.parametrize("predictor", [None, "untrained"])
 def test_forecast_rows_of_hashed_layers_are_what_the_next_step_routes(model, predictor, monkeypatch):
     monkeypatch.setattr("seqmoe_jax.engine.RUN_AHEAD", 1)  # so that the engine's state is that of the last token
-    engine = TokenEngine(model, residency=0.4, predictor=untrained_predictor(model) if predictor else None)
+    engine = TokenEngine(
+        model, EngineOptions(residency=0.4), predictor=untrained_predictor(model) if predictor else None
+    )
     tokens, forecasts = [], []
     for event in engine.run([PROMPT], max_new_tokens=NEW):
         tokens.append(event.token)
@@ -49,7 +52,9 @@ def test_forecast_rows_of_hashed_layers_are_what_the_next_step_routes(model, pre
 def test_a_plan_for_the_coming_step_names_of_hashed_layers_what_it_routes_and_nothing_else(model, monkeypatch):
     monkeypatch.setattr(DevicePut, "ahead", 1)  # as `dma` plans, which needs a GPU
     engine = TokenEngine(
-        model, residency=0.7, predictor=untrained_predictor(model), transfers="device_put", threshold=0.01
+        model,
+        EngineOptions(residency=0.7, transfers="device_put", threshold=0.01),
+        predictor=untrained_predictor(model),
     )
     plans, tell = [], engine._transfers.tell
 
