@@ -59,7 +59,7 @@ def generate(engine: TokenEngine, prompts: Tokens, steps: int, *, kill: bool = F
 
     `kill` ends the transfer worker in the middle of the first prompt's.
     """
-    transfers = engine._transfers
+    transfers = engine.transfers
     before = Moved() if transfers is None else transfers.moved()
     tokens: Tokens = []
     hits: list[float] = []
@@ -97,7 +97,7 @@ def check(
     engine: TokenEngine, reference: Tokens, prompts: Tokens, steps: int, faults: dict[str, Faults]
 ) -> Iterator[dict[str, Any]]:
     """A row for the engine as it is, and one for each fault; all in the same compiled programs."""
-    transfers = engine._transfers
+    transfers = engine.transfers
     for name, fault in {"": Faults(), **(faults if transfers is not None else {})}.items():
         if transfers is not None:
             transfers.inject(fault)

@@ -128,7 +128,7 @@ class Soak:
 
     def _count(self, tokens: int) -> None:
         self.requests, self.tokens = self.requests + 1, self.tokens + tokens
-        if (transfers := self.engine._transfers) is not None and (fault := transfers.fault()):
+        if (transfers := self.engine.transfers) is not None and (fault := transfers.fault()):
             self.faults.append(fault)
 
 
@@ -161,7 +161,7 @@ def soak(engine: TokenEngine, minutes: float, seed: int) -> dict[str, Any]:
         runs.at_random()
     violations = violations or look(runs, tokens, before, readings, compilations - warm)
     seconds = time.perf_counter() - begun
-    moved = engine._transfers.moved() if engine._transfers is not None else None
+    moved = engine.transfers.moved() if engine.transfers is not None else None
     return {
         "seconds": round(seconds, 1),
         "requests": runs.requests - counted[0],

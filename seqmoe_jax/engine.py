@@ -18,11 +18,15 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.backend import resolve
-from seqmoe_jax.decode.step import RUNNING, Offload, Replay, Sequences, StepConfig, StepOutput, jitted_step
+from seqmoe_jax.decode.policy import ForecastPolicy, HistoryPolicy, ReactivePolicy
+from seqmoe_jax.decode.replay import Replay
+from seqmoe_jax.decode.state import RUNNING, Offload, Sequences, StepOutput
+from seqmoe_jax.decode.step import StepConfig, jitted_step
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.cache import PINNED, CacheConfig, empty_cache, keep, rescore, settled
 from seqmoe_jax.experts.policy import check_policy, rule_of
 from seqmoe_jax.forecast import inference as plain
+from seqmoe_jax.forecast.forecaster import no_forecast
 from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, make_plan, parse_bytes
 from seqmoe_jax.models.fused import DecodeKernels, unfit
 from seqmoe_jax.models.model import Model as Model
@@ -110,12 +114,13 @@ class TokenEngine:
             predictor.config.check(layers=len(spec.moe_layers), experts=moe.experts, active=moe.top_k)
         self.predictor = predictor if self.policy == "seqmoe" and not everything else None
         self.replay = replay
-        self._plan_config, self._transfers = make_transfers(
+        self._plan_config, self.transfers = make_transfers(
             options, model.pools, self.device, self.config, predicted=self.predictor is not None,
             needed=spec.moe.top_k * max_batch,
         )  # fmt: skip
         if self._plan_config is not None:
             self.config = replace(self.config, tasks=self._plan_config.tasks)
+        self.decode_policy = self._decode_policy()
         self._reader = PromptReader(
             model, self.config, policy=self.policy, predictor=self.predictor, replay=replay, device=self.device,
             stream=False,
@@ -137,7 +142,7 @@ class TokenEngine:
 
     @property
     def transfers_name(self) -> str:
-        return "none" if self._transfers is None else self._transfers.name
+        return "none" if self.transfers is None else self.transfers.name
 
     def steps_run(self) -> int:
         """Decode steps since the engine was made; waits for those dispatched."""
@@ -152,9 +157,9 @@ class TokenEngine:
 
     def close(self) -> None:
         """Ends the engine's thread, if it has one. The engine is of no use afterwards."""
-        if self._transfers is not None:
-            self._transfers.close()
-            self._transfers = None
+        if self.transfers is not None:
+            self.transfers.close()
+            self.transfers = None
         self._reader.close()
 
     def run(
@@ -205,12 +210,12 @@ class TokenEngine:
         spec = self.model.spec
         state = Offload(
             cache=empty_cache(self.config),
-            forecast=jnp.zeros((2, spec.num_keys), jnp.float32),
+            forecast=no_forecast(spec.num_keys),
             predictor=None,
             tags=jnp.zeros((), jnp.int32),
             steps=jnp.zeros((), jnp.int32),
         )
-        if later := self._step_config(greedy=True).later:
+        if isinstance(self.decode_policy, ForecastPolicy) and (later := self.decode_policy.later):
             state = state._replace(later=jnp.zeros((later, self.config.layers, self.config.experts), jnp.float32))
         self._offload = jax.device_put(state, self.device)
         if self.plan.slots == spec.num_keys:
@@ -264,7 +269,7 @@ class TokenEngine:
                     stats.new_tokens += 1
                     yield TokenEvent(sequence=index, token=int(values[index]), end=end)
 
-        engine, predictor = self._transfers, None if self.predictor is None else self.predictor.weights
+        engine, predictor = self.transfers, None if self.predictor is None else self.predictor.weights
         constant = (self.model.weights, self.model.pools, params, ends)
         if max(max_new_tokens) > 1:
             # Before the first token goes out, so that text is not held up right after it began.
@@ -314,29 +319,38 @@ class TokenEngine:
 
     def _moved(self) -> Moved:
         """What the transfer engine has done so far."""
-        return self._transfers.moved() if self._transfers is not None else Moved()
+        return self.transfers.moved() if self.transfers is not None else Moved()
+
+    def _decode_policy(self) -> ReactivePolicy:
+        if self.policy != "seqmoe":
+            return ReactivePolicy()
+        if self.predictor is None:
+            return HistoryPolicy(cache=self.config)
+        refined = self.options.refine and self.config.layers > 1
+        return ForecastPolicy(
+            cache=self.config,
+            config=self.predictor.config,
+            trigger=self.config.layers // 2 if refined else None,
+            plan=self._plan_config,
+            ahead=1 if self.transfers is None else self.transfers.ahead,
+        )
 
     def _step_config(self, greedy: bool) -> StepConfig:
-        config, predictor, engine = self.config, self.predictor, self._transfers
         return StepConfig(
             spec=self.model.spec,
-            cache=config,
-            forecast=self.policy == "seqmoe",
+            cache=self.config,
+            policy=self.decode_policy,
             greedy=greedy,
             vocab=self.vocab,
             kernels=self.kernels,
-            predictor=None if predictor is None else predictor.config,
-            trigger=config.layers // 2 if predictor is not None and self.options.refine and config.layers > 1 else None,
-            plan=self._plan_config,
-            ahead=1 if engine is None else engine.ahead,
-            channel=getattr(engine, "channel", None),
+            channel=getattr(self.transfers, "channel", None),
         )
 
     def _begin(self, batch: int) -> None:
         """Prompts begin: no task is open any more (prefill may need every slot), and the predictor has seen nothing."""
-        if self._transfers is not None:
+        if self.transfers is not None:
             jax.block_until_ready(self._offload.cache.tables)
-            self._transfers.pause()
+            self.transfers.pause()
             self._offload = self._offload._replace(cache=settled(self._offload.cache))
         if self.predictor is not None:
             dtype = self.predictor.weights["in_proj"].dtype

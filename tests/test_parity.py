@@ -11,7 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from seqmoe_jax.decode.step import Offload, StepConfig, empty_sequences, forward
+from seqmoe_jax.decode.policy import ReactivePolicy
+from seqmoe_jax.decode.state import Offload, empty_sequences
+from seqmoe_jax.decode.step import StepConfig, forward
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.loading import load_model
 from seqmoe_jax.options import EngineOptions
@@ -106,7 +108,9 @@ def test_greedy_tokens_are_equal(case, policy, residency):
 def test_logits_are_equal_to_a_ten_thousandth(case):
     model, tokens, expected = case
     engine = TokenEngine(model, EngineOptions(policy="lru", residency=0.3))
-    config = StepConfig(spec=model.spec, cache=engine.config, forecast=False, greedy=True, vocab=model.spec.vocab)
+    config = StepConfig(
+        spec=model.spec, cache=engine.config, policy=ReactivePolicy(), greedy=True, vocab=model.spec.vocab
+    )
     step = jax.jit(lambda s, o: forward(s, o, model.weights, model.pools, config=config))
     sequences = empty_sequences(spec=model.spec, batch=1, capacity=256, dtype=engine.dtype)
     offload = engine._offload

@@ -81,7 +81,7 @@ def test_what_a_prompt_uses_little_does_not_displace_what_was_used_more(model):
     """The slots hold the experts of the highest scores after a prompt, which all came by."""
     engine = TokenEngine(model, EngineOptions(residency=0.4), stream_prompts=True)
     list(engine.run([PROMPT[:60]], max_new_tokens=1))
-    tables, retention = engine._offload.cache.tables, np.asarray(engine._offload.forecast[1])
+    tables, retention = engine._offload.cache.tables, np.asarray(engine._offload.forecast.retention)
     resident = np.asarray(tables.slot_of_key) >= 0
     assert resident.sum() == engine.plan.slots == 6
     np.testing.assert_array_equal(np.sort(retention[resident]), np.sort(retention)[-6:])

@@ -22,7 +22,7 @@ def run(engine, steps=8):
 
 def step_program(engine):
     run(engine)
-    (program,) = [program for key, program in engine._programs.items() if key[0] == "step"]
+    (program,) = engine.programs.named("step")
     return program
 
 

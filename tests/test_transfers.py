@@ -65,7 +65,7 @@ def test_tokens_are_those_of_full_load(engine, full_load):
         assert stats.forecast == "untrained"
     assert generate(engine, PROMPTS) == full_load["batch"]
     if engine.transfers_name != "none":
-        moved = engine._transfers.moved()
+        moved = engine.transfers.moved()
         assert moved.landed >= engine.last_stats.experts_prefetched > 0
         assert moved.bytes >= moved.landed * engine.config.layout.block_bytes
 
@@ -73,7 +73,7 @@ def test_tokens_are_those_of_full_load(engine, full_load):
 def test_tasks_have_deadlines_in_all_steps_that_are_planned_for(engine, monkeypatch):
     if engine.transfers_name != "device_put":
         pytest.skip("its plans are not to be seen here")
-    first, steps, seen = engine._transfers.ahead - 1, engine._plan_config.steps, set()
+    first, steps, seen = engine.transfers.ahead - 1, engine._plan_config.steps, set()
 
     def listen(tasks, clock):
         for key, deadline in np.asarray(tasks)[[KEY, DEADLINE]].T[np.asarray(tasks)[KEY] >= 0]:
@@ -81,7 +81,7 @@ def test_tasks_have_deadlines_in_all_steps_that_are_planned_for(engine, monkeypa
             assert layer == key // 8
             seen.add(step)
 
-    monkeypatch.setattr(engine._transfers, "enqueue", listen)
+    monkeypatch.setattr(engine.transfers, "enqueue", listen)
     generate(engine, PROMPTS[:1])
     assert seen == set(range(first, first + steps))
 
@@ -104,7 +104,7 @@ def test_routing_may_be_read_after_a_request(engine, model):
 
 
 def test_faults_of_the_link_cost_no_token(engine, full_load):
-    transfers = engine._transfers
+    transfers = engine.transfers
     if transfers is None:
         pytest.skip("moves nothing")
     transfers.inject(Faults(drop_every=3, delay_s=0.002, throttle_s=0.004))
@@ -121,11 +121,11 @@ def test_a_worker_that_dies_costs_no_token_and_is_reported(model, predictor, ful
     )
     run = engine.run(PROMPTS[:1], max_new_tokens=NEW)
     tokens = [next(run).token for _ in range(5)]
-    engine._transfers.kill()
+    engine.transfers.kill()
     tokens += [event.token for event in run]
     assert [tokens] == full_load["single"]
     begun = time.perf_counter()
-    while (fault := engine._transfers.fault()) is None and time.perf_counter() - begun < 5:
+    while (fault := engine.transfers.fault()) is None and time.perf_counter() - begun < 5:
         time.sleep(0.01)
     assert "stopped" in fault
     assert generate(engine, PROMPTS[:1]) == full_load["single"]

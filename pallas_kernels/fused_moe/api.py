@@ -20,7 +20,7 @@ def fused_moe(
     weights: Float[Array, "B K"],
     *,
     layout: ExpertLayout,
-    first_slot: int = 0,
+    first_slot: Int[Array, ""] | None = None,
     implementation: Implementation | None = None,
     interpret: bool = False,
     config: Config | None = None,
@@ -36,7 +36,7 @@ def fused_moe(
       weights: router weights, used as they come (no normalisation), in float32.
       layout: where gate, up and down, their scales and biases lie in a block; bf16, f16, f32, FP8 e4m3 with a scale
         per 128 x 128 block, or MXFP4; and the activation between them.
-      first_slot: the slot that 0 stands for among `slot_ids`.
+      first_slot: the slot that 0 stands for among `slot_ids`; None: slot 0.
       implementation: `xla`, `gpu` or `tpu`; by default the best of this process's backend.
       interpret: run a Pallas implementation in the interpreter, on any backend.
       config: block shapes of the GPU kernels; by default chosen from the expert's shape.
@@ -53,7 +53,7 @@ def fused_moe(
         return gpu.fused_moe(
             x, slots, slot_ids, weights, layout=layout, first_slot=first_slot, config=config, interpret=interpret
         )
-    if first_slot:
+    if first_slot is not None:
         slot_ids = jnp.where(slot_ids >= 0, first_slot + slot_ids, -1)
     if resolve(implementation) == "tpu":
         from pallas_kernels.fused_moe import tpu

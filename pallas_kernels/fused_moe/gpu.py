@@ -32,6 +32,16 @@ def _sum_rows(products: list[Float32[Array, "rows ..."]]) -> Float32[Array, " ro
     return jnp.sum(total.reshape(total.shape[0], -1), axis=1)
 
 
+def _operand(first: Int[Array, ""] | None) -> list[Int[Array, " 1"]]:
+    """The first slot as an operand of a kernel, if it is one."""
+    return [] if first is None else [jnp.asarray(first, jnp.int32).reshape(1)]
+
+
+def _first(refs: list[tiles.Ref]) -> Int[Array, ""] | int:
+    """What a kernel reads of `_operand`."""
+    return refs[0][0] if refs else 0
+
+
 def up_rows(
     x_ref: tiles.Ref,
     slots_ref: tiles.Ref,
@@ -78,15 +88,14 @@ def _up_kernel(
     x_ref: tiles.Ref,
     ids_ref: tiles.Ref,
     slots_ref: tiles.Ref,
-    h_ref: tiles.Ref,
-    *,
+    *refs: tiles.Ref,
     layout: ExpertLayout,
-    first: int,
     config: Config,
     inline: bool,
 ) -> None:
+    *first_ref, h_ref = refs
     route, row = pl.program_id(0), pl.program_id(1) * config.up_rows
-    slot = ids_ref[route]
+    slot, first = ids_ref[route], _first(first_ref)
 
     @pl.when(slot >= 0)
     def _active() -> None:
@@ -100,15 +109,14 @@ def _down_kernel(
     ids_ref: tiles.Ref,
     weights_ref: tiles.Ref,
     slots_ref: tiles.Ref,
-    out_ref: tiles.Ref,
-    *,
+    *refs: tiles.Ref,
     layout: ExpertLayout,
-    first: int,
     config: Config,
     inline: bool,
 ) -> None:
     """`down_rows` outputs of one token, summed over its routes, which are one dimension of a tile."""
-    hidden, width = layout.hidden, layout.width
+    *first_ref, out_ref = refs
+    hidden, width, first = layout.hidden, layout.width, _first(first_ref)
     token, row = pl.program_id(0), pl.program_id(1) * config.down_rows
     per_token = ids_ref.shape[0] // out_ref.shape[0]
     nth = jnp.arange(pl.next_power_of_2(per_token), dtype=jnp.int32)
@@ -142,20 +150,20 @@ def project_up(
     ids: Int[Array, " R"],
     *,
     layout: ExpertLayout,
-    first: int = 0,
+    first: Int[Array, ""] | None = None,
     config: Config,
     interpret: bool = False,
 ) -> Float[Array, "R F"]:
     """Hidden values of every route; rows of inactive routes (id -1) are left as they are. Ids count from `first`."""
     width = layout.width
     return pl.pallas_call(
-        functools.partial(_up_kernel, layout=layout, first=first, config=config, inline=not interpret),
+        functools.partial(_up_kernel, layout=layout, config=config, inline=not interpret),
         out_shape=jax.ShapeDtypeStruct((ids.shape[0], width), hidden_dtype(x)),
         grid=(ids.shape[0], pl.cdiv(width, config.up_rows)),
         compiler_params=plgpu.CompilerParams(num_warps=config.up_warps, num_stages=1),
         interpret=interpret,
         name="fused_moe_up",
-    )(x, ids, slots)
+    )(x, ids, slots, *_operand(first))
 
 
 def project_down(
@@ -166,20 +174,20 @@ def project_down(
     batch: int,
     *,
     layout: ExpertLayout,
-    first: int = 0,
+    first: Int[Array, ""] | None = None,
     config: Config,
     interpret: bool = False,
 ) -> Float32[Array, "B H"]:
     """Sums of every token's active routes."""
     hidden = layout.hidden
     return pl.pallas_call(
-        functools.partial(_down_kernel, layout=layout, first=first, config=config, inline=not interpret),
+        functools.partial(_down_kernel, layout=layout, config=config, inline=not interpret),
         out_shape=jax.ShapeDtypeStruct((batch, hidden), jnp.float32),
         grid=(batch, pl.cdiv(hidden, config.down_rows)),
         compiler_params=plgpu.CompilerParams(num_warps=config.down_warps, num_stages=1),
         interpret=interpret,
         name="fused_moe_down",
-    )(h, ids, weights, slots)
+    )(h, ids, weights, slots, *_operand(first))
 
 
 def fused_moe(
@@ -189,7 +197,7 @@ def fused_moe(
     weights: Float[Array, "B K"],
     *,
     layout: ExpertLayout,
-    first_slot: int = 0,
+    first_slot: Int[Array, ""] | None = None,
     config: Config | None = None,
     interpret: bool = False,
 ) -> Float32[Array, "B H"]:

@@ -33,4 +33,4 @@ class Recorded(NamedTuple):
     ids: Int32[Array, "T L K"]
     weights: Float32[Array, "T L K"]
     row: Int32[Array, ""]
-    layer: int
+    layer: Int32[Array, ""]

@@ -32,10 +32,9 @@ def router_choice(
     """
     batch = logits.shape[0]
     kernel = partial(
-        _kernel, choice=choice, biased=bias is not None, corrected=correction is not None,
-        layer=recorded and recorded.layer,
+        _kernel, choice=choice, biased=bias is not None, corrected=correction is not None, forced=recorded is not None
     )  # fmt: skip
-    optional = [bias, correction, *(recorded[:3] if recorded else ())]
+    optional = [bias, correction, *(recorded or ())]
     ids, weights = pl.pallas_call(
         kernel,
         out_shape=[jax.ShapeDtypeStruct((batch, choice.top_k), dtype) for dtype in (jnp.int32, jnp.float32)],
@@ -49,7 +48,7 @@ def router_choice(
 
 
 def _kernel(
-    logits_ref: Any, active_ref: Any, *refs: Any, choice: Choice, biased: bool, corrected: bool, layer: int | None
+    logits_ref: Any, active_ref: Any, *refs: Any, choice: Choice, biased: bool, corrected: bool, forced: bool
 ) -> None:
     rest = list(refs)
     bias_ref = rest.pop(0) if biased else None
@@ -95,10 +94,10 @@ def _kernel(
     chosen = chosen * choice.scale
     if choice.rounded_to is not None:
         chosen = chosen.astype(choice.rounded_to).astype(jnp.float32)
-    if layer is not None:
+    if forced:
         # Depends on the choice, so that its work is done and timed.
-        forced_ids_ref, forced_weights_ref, row_ref = recorded
-        at = row_ref[...], jnp.int32(layer), jnp.where(real, places, 0)
+        forced_ids_ref, forced_weights_ref, row_ref, layer_ref = recorded
+        at = row_ref[...], layer_ref[...], jnp.where(real, places, 0)
         ids = jnp.where(ids < experts, plgpu.load(forced_ids_ref.at[at], mask=real, other=0), ids)
         chosen = plgpu.load(forced_weights_ref.at[at], mask=real, other=0.0)
     to = jnp.where(real, places, OUTSIDE)

@@ -20,7 +20,7 @@ def slot_update(
     num_experts: int,
     rule: Rule,
     clock: Int[Array, ""] | int,
-    elapsed: int = 0,
+    elapsed: Int[Array, ""] | int = 0,
     key_score: Int[Array, "2 keys"] | None = None,
     landed: Int[Array, " S"] | None = None,
     open_slots: Int[Array, " N"] | None = None,
@@ -49,8 +49,8 @@ def slot_update(
         first_key: layer * E; may be traced.
         num_experts: E.
         rule: how scores change.
-        clock, elapsed: their sum is a number that grows from call to call. `elapsed` is known when the program is
-            compiled: so a step needs no launch per layer that adds one to its clock.
+        clock, elapsed: their sum is a number that grows from call to call. The kernel for GPUs adds them itself: so a
+            step needs no launch per layer that adds one to its clock.
         key_score: retention scores, needed for "scored" and unused otherwise: [0] while an expert's layer is still to
             come in this step, [1] from its use on.
         landed: last tag reported for each slot by the transfer engine, which may change while the step runs. None:
@@ -72,21 +72,25 @@ def slot_update(
         key_score = None
     if progress is not None and landed is None:
         raise ValueError("progress needs landed: both belong to a transfer engine")
-    first_key, clock, chosen = jnp.asarray(first_key, jnp.int32), jnp.asarray(clock, jnp.int32), resolve(implementation)
-    if chosen != "gpu":
-        clock += elapsed
-    arguments = (tables, ids.astype(jnp.int32), first_key, clock, key_score, landed)
-    match chosen:
+    first_key, clock, elapsed = (jnp.asarray(number, jnp.int32) for number in (first_key, clock, elapsed))
+    ids = ids.astype(jnp.int32)
+    match resolve(implementation):
         case "gpu":  # imported where used: Pallas is slow to import and absent from some builds
             from pallas_kernels.slot_update.gpu import slot_update_gpu
 
             return slot_update_gpu(
-                *arguments, open_slots, progress, elapsed=elapsed, num_experts=num_experts, rule=rule,
-                interpret=interpret,
+                tables, ids, first_key, clock, elapsed, key_score, landed, open_slots, progress,
+                num_experts=num_experts, rule=rule, interpret=interpret,
             )  # fmt: skip
         case "tpu":
             from pallas_kernels.slot_update.tpu import slot_update_tpu
 
-            return slot_update_tpu(*arguments, num_experts=num_experts, rule=rule, interpret=interpret)
+            now = clock + elapsed
+            return slot_update_tpu(
+                tables, ids, first_key, now, key_score, landed, num_experts=num_experts, rule=rule, interpret=interpret
+            )
         case _:
-            return slot_update_reference(*arguments, num_experts=num_experts, rule=rule)
+            now = clock + elapsed
+            return slot_update_reference(
+                tables, ids, first_key, now, key_score, landed, num_experts=num_experts, rule=rule
+            )

@@ -38,12 +38,12 @@ def slot_update_gpu(
     ids: Int[Array, " M"],
     first_key: Int[Array, ""],
     clock: Int[Array, ""],
+    elapsed: Int[Array, ""],
     key_score: Int[Array, "2 keys"] | None,
     landed: Int[Array, " S"] | None,
     open_slots: Int[Array, " N"] | None = None,
     progress: Int[Array, " P"] | None = None,
     *,
-    elapsed: int,
     num_experts: int,
     rule: Rule,
     interpret: bool = False,
@@ -56,9 +56,7 @@ def slot_update_gpu(
     scores = None if key_score is None else key_score.reshape(-1)
     given = {"scores": scores, "landed": landed, "open": open_slots, "progress": progress}
     optional = {name: x for name, x in given.items() if x is not None}
-    kernel = partial(
-        _kernel, elapsed=elapsed, num_experts=num_experts, rule=rule, optional=tuple(optional), interpret=interpret
-    )
+    kernel = partial(_kernel, num_experts=num_experts, rule=rule, optional=tuple(optional), interpret=interpret)
     vector = jax.ShapeDtypeStruct(ids.shape, jnp.int32)
     outputs = pl.pallas_call(
         kernel,
@@ -74,14 +72,14 @@ def slot_update_gpu(
         ),
         interpret=interpret,
         name="slot_update",
-    )(*tables, ids, first_key.reshape(1), clock.reshape(1), *optional.values())
+    )(*tables, ids, first_key.reshape(1), clock.reshape(1), elapsed.reshape(1), *optional.values())
     return SlotUpdate(SlotTables(*outputs[:5]), *outputs[5:])
 
 
-def _kernel(*refs: Any, elapsed: int, num_experts: int, rule: Rule, optional: tuple[str, ...], interpret: bool) -> None:
-    inputs = 8 + len(optional)
-    slot_of_key, key_of_slot, state, tag, score, ids_ref, first_key_ref, clock_ref = refs[:8]
-    given = dict(zip(optional, refs[8:inputs], strict=True))
+def _kernel(*refs: Any, num_experts: int, rule: Rule, optional: tuple[str, ...], interpret: bool) -> None:
+    inputs = 9 + len(optional)
+    slot_of_key, key_of_slot, state, tag, score, ids_ref, first_key_ref, clock_ref, elapsed_ref = refs[:9]
+    given = dict(zip(optional, refs[9:inputs], strict=True))
     # `Any`: which are there is known from the arguments, and not to a type checker.
     scores_ref: Any
     landed_ref: Any
@@ -94,7 +92,7 @@ def _kernel(*refs: Any, elapsed: int, num_experts: int, rule: Rule, optional: tu
     new_slot_of_key, new_key_of_slot, new_state, new_tag, new_score, *outputs = refs[inputs:]
     slots_of_ids_ref, miss_expert_ref, miss_slot_ref, counts_ref = outputs
     num_slots, num_ids, num_keys = state.shape[0], ids_ref.shape[0], slot_of_key.shape[0]
-    first_key, clock = first_key_ref[0], clock_ref[0] + elapsed
+    first_key, clock = first_key_ref[0], clock_ref[0] + elapsed_ref[0]
 
     def used_score(key: Array) -> Array:
         return scores_ref[num_keys + key] if scores_ref is not None else clock if rule == "lru" else jnp.int32(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from seqmoe_jax.decode.step import Replay
+from seqmoe_jax.decode.replay import Replay
 from seqmoe_jax.errors import TraceError
 from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.traces.format import Trace

@@ -80,10 +80,10 @@ class Misses(NamedTuple):
 def find_slots(
     cache: SlotCache,
     ids: Int[Array, " M"],
-    layer: Int[Array, ""] | int,
+    layer: Int[Array, ""],
     config: CacheConfig,
     transfers: Transfers | None = None,
-    elapsed: int = 0,
+    elapsed: Int[Array, ""] | int = 0,
 ) -> tuple[SlotCache, Int[Array, " M"], Misses | None, Int32[Array, " 3"]]:
     """Gives every one of the experts `ids` of a MoE layer a slot (-1: none): steps 1 and 2 of Figure 5.
 
@@ -118,7 +118,7 @@ def bring_in(
     cache: SlotCache,
     pool: Shaped[Array, "E n"],
     ids: Int[Array, " M"],
-    layer: Int[Array, ""] | int,
+    layer: Int[Array, ""],
     config: CacheConfig,
 ) -> tuple[SlotCache, Int[Array, " M"], Int32[Array, " 3"]]:
     """`find_slots`, and step 3: the experts that are missing are loaded."""
@@ -148,7 +148,7 @@ def moe_decode(
     weights: Float32[Array, "B K"],
     cache: SlotCache,
     pool: Shaped[Array, "E n"],
-    layer: int,
+    layer: Int[Array, ""],
     config: CacheConfig,
     transfers: Transfers | None = None,
 ) -> tuple[Float32[Array, "B H"], SlotCache, Int32[Array, " 3"]]:

@@ -1,14 +1,13 @@
 """The forecast inside the decode step: what it reads of a step, and what eviction and planning read of it.
 
-A forecast is float32 [2, keys]: the probability that each expert is routed in the coming step, and its retention
-score, the discounted use after that. Without a predictor it comes from the past alone (`history`). Shapes: L layers,
-E experts, K active, B sequences, key = layer * E + expert.
+Without a predictor a forecast comes from the past alone (`history`). Shapes: L layers, E experts, K active,
+B sequences, key = layer * E + expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
@@ -17,11 +16,25 @@ from seqmoe_jax.forecast import inference as plain
 from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.models.routers import hash_experts
 
-Forecast = Float32[Array, "2 keys"]
-
 SCORE_UNIT = 2.0**24  # slot scores are int32; worths below 2 keep 24 bits
 FURTHER = 2 / 3  # trust in a forecast, per step beyond the first one planned for: least probabilities .2, .3, .45, ...
 PENDING = 1.0  # weight of the retention of an expert whose layer is still to come: half cost .018 of hit rate at 25 %
+
+
+class Forecast(NamedTuple):
+    """What is expected of each expert.
+
+    probability: of being routed in the coming step.
+    retention: the discounted use after that (paper 7.1).
+    """
+
+    probability: Float32[Array, " keys"]
+    retention: Float32[Array, " keys"]
+
+
+def no_forecast(keys: int) -> Forecast:
+    """Nothing is known of any expert. Two buffers of their own, so that both can be donated."""
+    return Forecast(jnp.zeros(keys, jnp.float32), jnp.zeros(keys, jnp.float32))
 
 
 def worth(forecast: Forecast) -> Int32[Array, "2 keys"]:
@@ -31,9 +44,9 @@ def worth(forecast: Forecast) -> Int32[Array, "2 keys"]:
 
 
 def from_history(retention: Float32[Array, " keys"]) -> Forecast:
-    """The forecast where there is no predictor: nothing is said of the coming step, so an expert is worth the same
+    """The forecast without a predictor. It gives no probability for the coming step, so an expert is worth the same
     before and after its layer has run."""
-    return jnp.stack([jnp.zeros_like(retention), retention])
+    return Forecast(jnp.zeros_like(retention), retention)
 
 
 def known_routing(
@@ -99,7 +112,7 @@ def foresee(
     if (last := ahead + steps - 1) > 1:
         rolled = plain.rollout(config, predictor, state, last)[:, ahead - 1 :]
         planned = [mean_over(rolled[:, n].reshape(batch, -1), active) * FURTHER**n for n in range(steps)]
-    return state, jnp.stack([coming, kept]), jnp.stack(planned).reshape(steps, config.layers, config.experts)
+    return state, Forecast(coming, kept), jnp.stack(planned).reshape(steps, config.layers, config.experts)
 
 
 def refine(

@@ -1,7 +1,6 @@
 """Retention scores from the past alone: a discounted frequency of activations.
 
-This is what policy `seqmoe` evicts by where a model has no predictor: it stands in for the learned retention score, and
-nothing is said of the coming step.
+Policy `seqmoe` evicts by it where a model has no predictor: it stands in for the learned retention score.
 """
 
 from __future__ import annotations

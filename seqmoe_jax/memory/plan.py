@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.backend import Implementation, rows_to_allocate
-from seqmoe_jax.decode.step import empty_sequences
+from seqmoe_jax.decode.state import empty_sequences
 from seqmoe_jax.errors import ConfigError, ResidencyError
 from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.options import MAX_BATCH, Residency

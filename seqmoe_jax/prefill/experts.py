@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
@@ -137,9 +138,9 @@ def learn(
         return cache, forecast
     if rule == "share":
         share = tokens_of.astype(jnp.float32) / jnp.maximum(tokens, 1).astype(jnp.float32)
-        retention = lax.dynamic_slice_in_dim(forecast[1], start, config.experts)
+        retention = lax.dynamic_slice_in_dim(forecast.retention, start, config.experts)
         new = forecaster.from_history(history.observe_prompt(retention, share))
-        forecast = lax.dynamic_update_slice_in_dim(forecast, new, start, 1)
+        forecast = jax.tree.map(lambda old, part: lax.dynamic_update_slice_in_dim(old, part, start, 0), forecast, new)
         score = forecaster.worth(new)
     else:
         score = jnp.stack([tokens_of, tokens_of])

@@ -23,8 +23,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from pallas_kernels.grouped_moe import combine
-from seqmoe_jax.decode.step import Offload, Replay, Sequences, StepConfig, StepOutput, choose
-from seqmoe_jax.experts.cache import CacheConfig, SlotCache, rescore
+from seqmoe_jax.decode.policy import Inputs
+from seqmoe_jax.decode.replay import Replay, forced_tokens
+from seqmoe_jax.decode.state import Offload, Sequences, StepOutput
+from seqmoe_jax.decode.step import StepConfig
+from seqmoe_jax.decode.token import next_token
+from seqmoe_jax.experts.cache import CacheConfig, SlotCache
 from seqmoe_jax.experts.policy import PromptRule
 from seqmoe_jax.forecast import forecaster
 from seqmoe_jax.forecast import inference as plain
@@ -285,19 +289,9 @@ def first_token(
     `sequences.position` holds the prompts' lengths.
     """
     logits = block.logits_of(last, weights, config.spec)
-    sequences, token, end = choose(logits, sequences, sampling, end_tokens, sequences.position, config)
-    if config.predictor is not None:
-        assert predictor is not None
-        assert offload.predictor is not None
-        assert pending is not None
-        coming = token
-        if replay is not None:
-            coming = jnp.broadcast_to(replay.tokens[offload.steps % replay.tokens.shape[0]], token.shape)
-        state, forecast, chance = forecaster.foresee(
-            config.predictor, predictor, offload.predictor, pending, coming, ~sequences.done, ahead=1,
-            steps=1 + config.later,
-        )  # fmt: skip
-        cache = rescore(offload.cache, forecaster.worth(forecast))
-        offload = offload._replace(cache=cache, predictor=state, forecast=forecast)
-        offload = offload._replace(later=chance[1:] if config.later else None)
+    sequences, token, end = next_token(
+        logits, sequences, sampling, end_tokens, sequences.position, greedily=config.greedy, vocab=config.vocab
+    )
+    coming = forced_tokens(replay, offload.steps, token)
+    offload = config.policy.after_prompt(offload, pending, coming, ~sequences.done, Inputs(predictor))
     return sequences, offload, StepOutput.pack(token, end, counts)

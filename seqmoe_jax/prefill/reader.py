@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from seqmoe_jax.decode.step import Offload, Replay, Sequences, empty_sequences
+from seqmoe_jax.decode.replay import Replay
+from seqmoe_jax.decode.state import Offload, Sequences, empty_sequences
 from seqmoe_jax.errors import PromptError, ResidencyError
 from seqmoe_jax.experts.cache import CacheConfig
 from seqmoe_jax.experts.policy import Policy, prompt_rule_of

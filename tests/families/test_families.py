@@ -18,28 +18,33 @@ from checkpoints import EXPERTS, FAMILIES, NEW, PROMPT, make, make_mxfp4
 from published_v4 import make_v4
 from safetensors.torch import load_file, save_file
 
-from seqmoe_jax.decode.step import StepOutput, choose, forward
+from seqmoe_jax.decode.state import StepOutput
+from seqmoe_jax.decode.step import forward
+from seqmoe_jax.decode.token import next_token
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.loading import load_model
 from seqmoe_jax.options import EngineOptions
+from seqmoe_jax.programs import Programs
 
 
 @partial(jax.jit, static_argnames="config", donate_argnums=(0, 1))
 def step_with_logits(sequences, offload, weights, pools, sampling, end_tokens, *unused, config):
     """A decode step that also gives its logits. Not used: what engines and predictors need, None here."""
     assert not any(unused)
-    logits, sequences, offload, counts = forward(sequences, offload, weights, pools, config=config)
-    sequences, token, end = choose(logits, sequences, sampling, end_tokens, sequences.position + 1, config)
-    return sequences, offload, StepOutput.pack(token, end, counts), logits
+    logits, sequences, offload, routed = forward(sequences, offload, weights, pools, config=config)
+    sequences, token, end = next_token(
+        logits, sequences, sampling, end_tokens, sequences.position + 1, greedily=config.greedy, vocab=config.vocab
+    )
+    return sequences, offload, StepOutput.pack(token, end, routed.counts), logits
 
 
-class RecordingEngine(TokenEngine):
-    """An engine that keeps the logits of every decode step, [1, V] each."""
+class RecordingPrograms(Programs):
+    """Programs whose decode step keeps its logits, [1, V] each."""
 
-    def _program(self, key, what, function, *args, **static):
+    def get(self, key, what, function, *args, **static):
         if key[0] != "step":
-            return super()._program(key, what, function, *args, **static)
-        program = super()._program(key, what, step_with_logits, *args, **static)
+            return super().get(key, what, function, *args, **static)
+        program = super().get(key, what, step_with_logits, *args, **static)
         self.logits = []
 
         def recording(*args):
@@ -73,11 +78,12 @@ def generate(engine):
 
 def test_tokens_and_logits_are_those_of_transformers(case):
     model, reference = case
-    engine = RecordingEngine(model, policy="lru", residency=0.3)
+    engine = TokenEngine(model, EngineOptions(policy="lru", residency=0.3))
+    engine.programs = RecordingPrograms()
     assert generate(engine) == reference.tokens[len(PROMPT) :]
     assert engine.last_stats.hit_rate < 1
     expected = reference.logits[len(PROMPT) : -1]
-    np.testing.assert_allclose(np.concatenate(engine.logits)[: len(expected)], expected, atol=1e-4)
+    np.testing.assert_allclose(np.concatenate(engine.programs.logits)[: len(expected)], expected, atol=1e-4)
 
 
 @pytest.mark.slow  # one more compilation of everything for every family

@@ -38,7 +38,7 @@ def test_forecast_rows_of_hashed_layers_are_what_the_next_step_routes(model, pre
     tokens, forecasts = [], []
     for event in engine.run([PROMPT], max_new_tokens=NEW):
         tokens.append(event.token)
-        forecasts.append(np.array(engine._offload.forecast[0]).reshape(2, 8))
+        forecasts.append(np.array(engine._offload.forecast.probability).reshape(2, 8))
     assert len(set(tokens)) > 3
     [(ids, _)] = engine.routing([PROMPT + tokens])
     # Nothing is forecast at the end of the prompt, and nothing comes after the last token.
@@ -56,13 +56,13 @@ def test_a_plan_for_the_coming_step_names_of_hashed_layers_what_it_routes_and_no
         EngineOptions(residency=0.7, transfers="device_put", threshold=0.01),
         predictor=untrained_predictor(model),
     )
-    plans, tell = [], engine._transfers.tell
+    plans, tell = [], engine.transfers.tell
 
     def listen(tasks, clock):
         plans.append(np.array(tasks))
         tell(tasks, clock)
 
-    monkeypatch.setattr(engine._transfers, "tell", listen)
+    monkeypatch.setattr(engine.transfers, "tell", listen)
     tokens = [event.token for event in engine.run([PROMPT], max_new_tokens=NEW)]
     engine.close()
     [(ids, _)] = engine.routing([PROMPT + tokens])

@@ -112,7 +112,7 @@ def test_plans_follow_the_rollout_and_trust_it_less_with_every_step(ahead, steps
     )
     expected, following, _ = STEP(config, weights, state, routing, tokens)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), after, expected)
-    np.testing.assert_allclose(forecast[0].reshape(3, 6), following[jnp.array([0, 2])].mean(0), rtol=1e-5)
+    np.testing.assert_allclose(forecast.probability.reshape(3, 6), following[jnp.array([0, 2])].mean(0), rtol=1e-5)
     rolled = plain.rollout(config, weights, expected, ahead + steps - 1)[jnp.array([0, 2])].mean(0)
     assert chance.shape == (steps, 3, 6)
     for n in range(steps):

@@ -36,7 +36,7 @@ def test_a_layer_and_the_head_are_those_of_plain_xla(model):
     x, positions = jax.random.normal(jax.random.key(0), (2, 1, spec.hidden)), jnp.array([[5], [40]], jnp.int32)
     active, tokens = jnp.array([True, False]), jnp.zeros(2, jnp.int32)
     close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-    recorded = Recorded(jnp.array([[[3, 1]]]), jnp.array([[[0.75, 0.25]]]), jnp.int32(0), 0)
+    recorded = Recorded(jnp.array([[[3, 1]]]), jnp.array([[[0.75, 0.25]]]), jnp.int32(0), jnp.int32(0))
 
     @partial(jax.jit, static_argnames="kernels")
     def run(x, state, kernels):

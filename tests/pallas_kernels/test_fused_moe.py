@@ -227,7 +227,7 @@ def test_slots_may_be_counted_from_any_of_them(implementation):
     expected = fused_moe(x, blocks, ids, weights, **how)
     moved = jnp.roll(blocks, 2, axis=0)
     moved = jnp.concatenate([moved, moved[:2]])  # slot 0 is now slot 2
-    np.testing.assert_array_equal(fused_moe(x, moved, ids, weights, first_slot=2, **how), expected)
+    np.testing.assert_array_equal(fused_moe(x, moved, ids, weights, first_slot=jnp.int32(2), **how), expected)
 
 
 def test_unaligned_tpu_shapes_are_refused():

@@ -58,7 +58,7 @@ def test_recorded_routing_replaces_the_choice():
     logits = jnp.asarray(rng.normal(size=(2, 8)), jnp.float32)
     found, shares = router_choice(
         logits, jnp.array([True, False]), choice=Choice(top_k=3, score="softmax"),
-        recorded=Recorded(ids, weights, jnp.int32(4), 1), interpret=True,
+        recorded=Recorded(ids, weights, jnp.int32(4), jnp.int32(1)), interpret=True,
     )  # fmt: skip
     np.testing.assert_array_equal(found, [ids[4, 1], [-1, -1, -1]])
     np.testing.assert_array_equal(shares, [weights[4, 1]] * 2)
@@ -75,4 +75,4 @@ def test_it_lowers_without_the_hardware(experts, top_k):
         assert "router_choice" in text
     recorded = (*(jax.ShapeDtypeStruct((9, 2, top_k), dtype) for dtype in (jnp.int32, jnp.float32)),
                 jax.ShapeDtypeStruct((), jnp.int32))  # fmt: skip
-    lower_for("cuda", lambda a, b, *c: call(a, b, recorded=Recorded(*c, 1)), logits, active, *recorded)
+    lower_for("cuda", lambda a, b, *c: call(a, b, recorded=Recorded(*c, jnp.int32(1))), logits, active, *recorded)
