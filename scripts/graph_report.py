@@ -26,8 +26,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use
 
 from pallas_kernels.plan_tasks import PlanConfig
 from seqmoe_jax.bench.settings import VARIANTS, Setting
-from seqmoe_jax.decode.step import Offload, StepConfig, empty_sequences, jitted_step
-from seqmoe_jax.experts.cache import CacheConfig, empty_cache
+from seqmoe_jax.decode.policy import decode_policy
+from seqmoe_jax.decode.state import empty_offload, empty_sequences
+from seqmoe_jax.decode.step import StepConfig, jitted_step
+from seqmoe_jax.experts.cache import CacheConfig
 from seqmoe_jax.experts.policy import check_policy, rule_of
 from seqmoe_jax.forecast import inference as plain
 from seqmoe_jax.forecast import store
@@ -123,11 +125,12 @@ def compiled_step(spec: ModelSpec, name: str, device: Any, args: argparse.Namesp
             )  # fmt: skip
         elif options.transfers != "none":
             raise SystemExit(f"graph_report: {name} is not of one program; take full, lru, lfu, history, evict or dma*")
+    policy_name = check_policy(options.policy)
     cache = CacheConfig(
-        layout=spec.expert_layout, layers=layers, experts=moe.experts, slots=slots, rule=rule_of(check_policy(options.policy)),
-        managed=name != "full", implementation="gpu",
-        tasks=0 if plan is None else plan.tasks,
+        layout=spec.expert_layout, layers=layers, experts=moe.experts, slots=slots, rule=rule_of(policy_name),
+        managed=name != "full", implementation="gpu", tasks=0 if plan is None else plan.tasks,
     )  # fmt: skip
+    policy = decode_policy(policy_name, cache, predictor, refine=options.refine, plan=plan)
     on_device = SingleDeviceSharding(device)
     pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
 
@@ -141,19 +144,11 @@ def compiled_step(spec: ModelSpec, name: str, device: Any, args: argparse.Namesp
         scalar = there(numbers(dtype=jnp.float32))
         link = Link(scalar, None, *there((numbers(slots), numbers(16), numbers(plan.board_words)), pinned))
     config = StepConfig(
-        spec=spec, cache=cache, forecast=options.policy == "seqmoe", greedy=True, vocab=spec.vocab,
-        kernels=DecodeKernels.of("gpu" if args.decode_kernels else "xla"), predictor=predictor,
-        trigger=layers // 2 if predictor is not None and options.refine else None, plan=plan,
+        spec=spec, cache=cache, policy=policy, greedy=True, vocab=spec.vocab,
+        kernels=DecodeKernels.of("gpu" if args.decode_kernels else "xla"),
     )  # fmt: skip
     sequences = jax.eval_shape(partial(empty_sequences, spec=spec, batch=args.batch, capacity=args.context, dtype=BF16))
-    offload = Offload(
-        cache=jax.eval_shape(lambda: empty_cache(cache)),
-        forecast=numbers(2, spec.num_keys, dtype=jnp.float32),
-        predictor=state,
-        tags=numbers(),
-        steps=numbers(),
-        later=numbers(config.later, layers, moe.experts, dtype=jnp.float32) if config.later else None,
-    )
+    offload = jax.eval_shape(partial(empty_offload, cache, later=policy.later))._replace(predictor=state)
     weights = jax.eval_shape(partial(random_weights, spec=spec, dtype=BF16), jax.random.key(0))
     pools = (jax.ShapeDtypeStruct((moe.experts, spec.expert_layout.block_elems), spec.expert_layout.storage),) * layers
     sampling = jax.eval_shape(lambda: SamplingParams.of([SamplingConfig()], args.batch))

@@ -8,25 +8,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.backend import resolve
-from seqmoe_jax.decode.policy import ForecastPolicy, HistoryPolicy, ReactivePolicy
+from seqmoe_jax.decode.loop import Lanes, TokenEvent, run_ahead
+from seqmoe_jax.decode.policy import decode_policy
 from seqmoe_jax.decode.replay import Replay
-from seqmoe_jax.decode.state import RUNNING, Offload, Sequences, StepOutput
+from seqmoe_jax.decode.state import Offload, Sequences, StepOutput, empty_offload, empty_sequences
 from seqmoe_jax.decode.step import StepConfig, jitted_step
 from seqmoe_jax.errors import ConfigError
-from seqmoe_jax.experts.cache import PINNED, CacheConfig, empty_cache, keep, rescore, settled
+from seqmoe_jax.experts.cache import PINNED, CacheConfig, keep, rescore, settled
 from seqmoe_jax.experts.policy import check_policy, rule_of
 from seqmoe_jax.forecast import inference as plain
-from seqmoe_jax.forecast.forecaster import no_forecast
 from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, make_plan, parse_bytes
 from seqmoe_jax.models.fused import DecodeKernels, unfit
 from seqmoe_jax.models.model import Model as Model
@@ -37,23 +39,13 @@ from seqmoe_jax.prefetch.engine import Moved
 from seqmoe_jax.prefetch.factory import make_transfers
 from seqmoe_jax.prefill.programs import first_token
 from seqmoe_jax.prefill.reader import KeptRouting, PromptReader, ReadPrompts, capacity_of, check_prompts
-from seqmoe_jax.programs import Programs
+from seqmoe_jax.programs import Programs, shapes_of
 from seqmoe_jax.sampling import SamplingConfig, SamplingParams
 from seqmoe_jax.stats import Counts, Stats
 
 log = logging.getLogger("seqmoe_jax")
 
-THRESHOLD = 0.2  # least probability of a task; chosen in simulation (`traces.settings`)
 RUN_AHEAD = 4  # steps dispatched before the oldest one's tokens are read; hides the host from the device
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenEvent:
-    """One new token of one sequence. `end` is RUNNING, STOPPED (the token is an end token) or EXHAUSTED."""
-
-    sequence: int
-    token: int
-    end: int
 
 
 class TokenEngine:
@@ -120,7 +112,14 @@ class TokenEngine:
         )  # fmt: skip
         if self._plan_config is not None:
             self.config = replace(self.config, tasks=self._plan_config.tasks)
-        self.decode_policy = self._decode_policy()
+        self.decode_policy = decode_policy(
+            self.policy,
+            self.config,
+            None if self.predictor is None else self.predictor.config,
+            refine=options.refine,
+            plan=self._plan_config,
+            ahead=1 if self.transfers is None else self.transfers.ahead,
+        )
         self._reader = PromptReader(
             model, self.config, policy=self.policy, predictor=self.predictor, replay=replay, device=self.device,
             stream=False,
@@ -208,15 +207,7 @@ class TokenEngine:
     def _new_offload(self) -> Offload:
         """An empty cache, or one that holds what its policy keeps from the start."""
         spec = self.model.spec
-        state = Offload(
-            cache=empty_cache(self.config),
-            forecast=no_forecast(spec.num_keys),
-            predictor=None,
-            tags=jnp.zeros((), jnp.int32),
-            steps=jnp.zeros((), jnp.int32),
-        )
-        if isinstance(self.decode_policy, ForecastPolicy) and (later := self.decode_policy.later):
-            state = state._replace(later=jnp.zeros((later, self.config.layers, self.config.experts), jnp.float32))
+        state = empty_offload(self.config, later=self.decode_policy.later)
         self._offload = jax.device_put(state, self.device)
         if self.plan.slots == spec.num_keys:
             self._keep(np.ones(spec.num_keys, bool))
@@ -235,15 +226,75 @@ class TokenEngine:
         sampling: Sequence[SamplingConfig],
         end_tokens: Sequence[int],
     ) -> Iterator[TokenEvent]:
-        started, compiled_before = time.perf_counter(), self.programs.compile_s
-        count = len(prompts)
-        batch = 1 << (count - 1).bit_length()  # few batch sizes are compiled; the rest is padding that is done already
+        started, compiled_before, moved_before = time.perf_counter(), self.programs.compile_s, self._moved()
+        batch = 1 << (len(prompts) - 1).bit_length()  # few batch sizes are compiled; the rest is padding that is done
+        capacity = capacity_of([*map(len, prompts)], max_new_tokens, batch)
+        config = self._step_config(sampling[0].greedy)
         params = jax.device_put(SamplingParams.of(sampling, batch), self.device)
         ends = jax.device_put(np.array(list(end_tokens) or [-1], np.int32), self.device)
-        config = self._step_config(sampling[0].greedy)
-        prefill, decode = Counts(), Counts()
-        stats = self.last_stats = Stats(
-            prompt_tokens=sum(map(len, prompts)),
+        stats = self.last_stats = self._new_stats(sum(map(len, prompts)))
+        prefill, decode, lanes = Counts(), Counts(), Lanes(len(prompts), batch)
+        steps = max(max_new_tokens) - 1
+        self._begin(batch)
+        program = self._step_program(batch, capacity, params, ends, config) if steps else None
+        sequences, first, read = self._prefill(prompts, batch, capacity, max_new_tokens, params, ends, config)
+        # Before the first token goes out, so that text is not held up right after it began.
+        step = program() if program is not None else None
+        engine = self.transfers
+        try:
+            jax.block_until_ready(first.packed)
+            if engine is not None:
+                engine.start(self._offload.cache.blocks)
+            stats.ttft_s = time.perf_counter() - started - (self.programs.compile_s - compiled_before)
+            yield from lanes.read(first, prefill)
+            decode_started, first_new = time.perf_counter(), lanes.tokens
+
+            def dispatch() -> StepOutput:
+                nonlocal sequences
+                assert step is not None
+                sequences, self._offload, output = step(sequences, *self._step_inputs(params, ends))
+                if engine is not None:
+                    engine.check(self._offload.cache.blocks)
+                output.packed.copy_to_host_async()
+                return output
+
+            ahead = RUN_AHEAD if engine is None else engine.run_ahead
+            for output in run_ahead(dispatch, steps=steps, ahead=ahead, wanted=lambda: lanes.running):
+                if engine is not None:
+                    engine.tell(output.tasks, output.clock)
+                yield from lanes.read(output, decode)
+                stats.tokens_per_second = (lanes.tokens - first_new) / (time.perf_counter() - decode_started)
+        finally:
+            if engine is not None:
+                engine.pause()
+            stats.new_tokens = lanes.tokens
+            stats.compile_s = self.programs.compile_s - compiled_before
+            moved = self._moved().since(moved_before)
+            stats.count(prefill, decode, read.streamed, moved, self.config.layout.block_bytes)
+
+    def _step_inputs(self, params: SamplingParams, ends: Array) -> tuple[Any, ...]:
+        """The operands of a decode step, in its order, after the sequences."""
+        link = None if self.transfers is None else self.transfers.link()
+        predictor = None if self.predictor is None else self.predictor.weights
+        return self._offload, self.model.weights, self.model.pools, params, ends, link, predictor, self.replay
+
+    def _step_program(
+        self, batch: int, capacity: int, params: SamplingParams, ends: Array, config: StepConfig
+    ) -> Callable[[], jax.stages.Compiled]:
+        """Begins to make the decode step; returns what waits for it. It is made while the prompt is read."""
+        empty = partial(empty_sequences, spec=self.model.spec, batch=batch, capacity=capacity, dtype=self.dtype)
+        here = SingleDeviceSharding(self.device)
+        sequences = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=here), jax.eval_shape(empty)
+        )
+        key = ("step", batch, capacity, ends.shape[0], config.greedy)
+        what = (key, "the decode step", jitted_step, sequences, *shapes_of(self._step_inputs(params, ends)))
+        self.programs.prepare(*what, config=config)
+        return partial(self.programs.get, *what, config=config)
+
+    def _new_stats(self, prompt_tokens: int) -> Stats:
+        return Stats(
+            prompt_tokens=prompt_tokens,
             residency=self.plan.residency,
             slots=self.plan.slots,
             policy=self.policy,
@@ -253,87 +304,9 @@ class TokenEngine:
             kernels=self.config.implementation,
         )
 
-        before = self._moved()
-
-        capacity = capacity_of([*map(len, prompts)], max_new_tokens, batch)
-        sequences, first, read = self._prefill(prompts, batch, capacity, max_new_tokens, params, ends, config)
-        alive = [True] * count
-
-        def events(output: StepOutput, counts: Counts) -> Iterator[TokenEvent]:
-            values = np.asarray(output.packed)
-            counts.add(values[2 * batch :])
-            for index in range(count):
-                if alive[index]:
-                    end = int(values[batch + index])
-                    alive[index] = end == RUNNING
-                    stats.new_tokens += 1
-                    yield TokenEvent(sequence=index, token=int(values[index]), end=end)
-
-        engine, predictor = self.transfers, None if self.predictor is None else self.predictor.weights
-        constant = (self.model.weights, self.model.pools, params, ends)
-        if max(max_new_tokens) > 1:
-            # Before the first token goes out, so that text is not held up right after it began.
-            step = self.programs.get(
-                ("step", batch, capacity, ends.shape[0], config.greedy), "the decode step", jitted_step,
-                sequences, self._offload, *constant, None if engine is None else engine.link(), predictor, self.replay,
-                config=config,
-            )  # fmt: skip
-        run_ahead = RUN_AHEAD if engine is None else engine.run_ahead
-        try:
-            jax.block_until_ready(first.packed)
-            if engine is not None:
-                engine.start(self._offload.cache.blocks)
-            stats.ttft_s = time.perf_counter() - started - (self.programs.compile_s - compiled_before)
-            self._reader.observe(read.tally, stats.prompt_tokens)
-            yield from events(first, prefill)
-            if not any(alive):
-                return
-            decode_started, pending, dispatched, first_new = (
-                time.perf_counter(),
-                deque[StepOutput](),
-                1,
-                stats.new_tokens,
-            )
-            while any(alive):
-                while len(pending) < run_ahead and dispatched < max(max_new_tokens):
-                    link = None if engine is None else engine.link()
-                    sequences, self._offload, output = step(
-                        sequences, self._offload, *constant, link, predictor, self.replay
-                    )
-                    if engine is not None:
-                        engine.check(self._offload.cache.blocks)
-                    output.packed.copy_to_host_async()
-                    pending.append(output)
-                    dispatched += 1
-                oldest = pending.popleft()
-                if engine is not None:
-                    engine.tell(oldest.tasks, oldest.clock)
-                yield from events(oldest, decode)
-                elapsed = time.perf_counter() - decode_started
-                stats.tokens_per_second = (stats.new_tokens - first_new) / elapsed
-        finally:
-            if engine is not None:
-                engine.pause()
-            stats.compile_s = self.programs.compile_s - compiled_before
-            stats.count(prefill, decode, read.streamed, self._moved().since(before), self.config.layout.block_bytes)
-
     def _moved(self) -> Moved:
         """What the transfer engine has done so far."""
         return self.transfers.moved() if self.transfers is not None else Moved()
-
-    def _decode_policy(self) -> ReactivePolicy:
-        if self.policy != "seqmoe":
-            return ReactivePolicy()
-        if self.predictor is None:
-            return HistoryPolicy(cache=self.config)
-        refined = self.options.refine and self.config.layers > 1
-        return ForecastPolicy(
-            cache=self.config,
-            config=self.predictor.config,
-            trigger=self.config.layers // 2 if refined else None,
-            plan=self._plan_config,
-            ahead=1 if self.transfers is None else self.transfers.ahead,
-        )
 
     def _step_config(self, greedy: bool) -> StepConfig:
         return StepConfig(
@@ -371,7 +344,6 @@ class TokenEngine:
         config: StepConfig,
     ) -> tuple[Sequences, StepOutput, ReadPrompts]:
         """All prompts through all layers; samples the first new token of each."""
-        self._begin(batch)
         read = self._reader.read(prompts, batch, capacity, max_new_tokens, self._offload, self.programs.get, self._hold)
         if self.policy == "prefill-hot" and self.plan.slots < self.model.spec.num_keys:
             self._keep_most_used(np.asarray(read.tally.tokens_of))

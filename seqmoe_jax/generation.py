@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from seqmoe_jax.decode.loop import TokenEvent
 from seqmoe_jax.decode.state import EXHAUSTED, STOPPED
-from seqmoe_jax.engine import TokenEngine, TokenEvent
+from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.sampling import SamplingConfig
 from seqmoe_jax.text import Chat, TextStream, Tokenizer
 

@@ -1,10 +1,12 @@
-"""Compiled programs: what an engine has compiled, under which key, and how long that took."""
+"""Compiled programs: what an engine has compiled, under which key, and how long people waited for that."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -13,30 +15,64 @@ log = logging.getLogger("seqmoe_jax")
 
 
 class Programs:
-    """The compiled programs of one engine. It knows no arrays, so whoever holds it keeps no device memory alive.
+    """The compiled programs of one engine. It holds no arrays, so whoever holds it keeps no device memory alive.
 
     `announce` is told what is about to be compiled, because that can take seconds.
+
+    A key names a function and everything that its shapes and static arguments depend on: working that out from the
+    arguments themselves would take longer than a step.
     """
 
     def __init__(self, announce: Callable[[str], None] | None = None):
         self._announce = announce or log.info
-        self._compiled: dict[Hashable, jax.stages.Compiled] = {}
-        self.compile_s = 0.0  # seconds spent compiling so far
+        self._made: dict[Hashable, Future[jax.stages.Compiled]] = {}
+        self.compile_s = 0.0  # seconds that callers of `get` have waited
+
+    def prepare(self, key: Hashable, what: str, function: Any, *args: Any, **static: Any) -> None:
+        """Begins to compile a jitted `function` in a thread of its own, beside what the caller does next.
+
+        `args` may be `jax.ShapeDtypeStruct`s with shardings. `what` is what people are told.
+        """
+        if key in self._made:
+            return
+        self._announce(f"compiling {what}")
+        made = self._made[key] = Future()
+        thread = threading.Thread(
+            target=_compile, args=(made, function, args, static), name="seqmoe-compile", daemon=True
+        )
+        thread.start()
 
     def get(self, key: Hashable, what: str, function: Any, *args: Any, **static: Any) -> jax.stages.Compiled:
-        """The program of a jitted `function` for arguments of these shapes, compiled where `key` is new.
-
-        `key` names the function and everything that its shapes and static arguments depend on: working that out from
-        the arguments themselves would take longer than a step. `what` is what people are told meanwhile.
-        """
-        program = self._compiled.get(key)
-        if program is None:
+        """The program of a jitted `function` for arguments like these: compiled now where nobody has prepared it."""
+        made = self._made.get(key)
+        if made is not None and made.done() and made.exception() is None:
+            return made.result()
+        started = time.perf_counter()
+        if made is None:
             self._announce(f"compiling {what}")
-            started = time.perf_counter()
-            program = self._compiled[key] = function.lower(*args, **static).compile()
+            made = self._made[key] = Future()
+            _compile(made, function, args, static)
+        try:
+            return made.result()
+        except BaseException:  # the next caller tries again
+            self._made.pop(key, None)
+            raise
+        finally:
             self.compile_s += time.perf_counter() - started
-        return program
 
     def named(self, name: str) -> list[jax.stages.Compiled]:
         """The programs whose key begins with `name`, oldest first."""
-        return [program for key, program in self._compiled.items() if isinstance(key, tuple) and key[0] == name]
+        keys = [key for key in self._made if isinstance(key, tuple) and key[0] == name]
+        return [self._made[key].result() for key in keys]
+
+
+def shapes_of(tree: Any) -> Any:
+    """Arrays of a tree as their shapes, dtypes and shardings: what a program can be made for ahead of time."""
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), tree)
+
+
+def _compile(made: Future[jax.stages.Compiled], function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> None:
+    try:
+        made.set_result(function.lower(*args, **static).compile())
+    except BaseException as error:
+        made.set_exception(error)

@@ -22,9 +22,11 @@ from functools import partial
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
-from seqmoe_jax.decode.step import Offload, StepConfig, empty_sequences, jitted_step
+from seqmoe_jax.decode.policy import decode_policy
+from seqmoe_jax.decode.state import empty_offload, empty_sequences
+from seqmoe_jax.decode.step import StepConfig, jitted_step
 from pallas_kernels.plan_tasks import PlanConfig
-from seqmoe_jax.experts.cache import CacheConfig, empty_cache
+from seqmoe_jax.experts.cache import CacheConfig
 from seqmoe_jax.prefetch.link import Link
 from seqmoe_jax.forecast import inference as plain
 from seqmoe_jax.forecast.config import PredictorConfig
@@ -55,38 +57,32 @@ def there(tree, sharding=on_device):
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
 
 sequences = jax.eval_shape(partial(empty_sequences, spec=spec, batch=batch, capacity=256, dtype=np.dtype(jnp.bfloat16)))
-scalar = jax.ShapeDtypeStruct((), jnp.int32)
-offload = Offload(
-    cache=jax.eval_shape(lambda: empty_cache(cache)), forecast=jax.ShapeDtypeStruct((2, 24), jnp.float32),
-    predictor=None, tags=scalar, steps=scalar)
 weights = jax.eval_shape(partial(random_weights, spec=spec, dtype=np.dtype(jnp.bfloat16)), jax.random.key(0))
 pools = (jax.ShapeDtypeStruct((8, spec.expert_layout.block_elems), spec.expert_layout.storage),) * 3
 sampling = jax.eval_shape(lambda: SamplingParams.of([SamplingConfig()], batch))
 ends = jax.ShapeDtypeStruct((1,), jnp.int32)
-link = predictor = None
-options = {}
+link = predictor = plan = foreseen = state = None
 if steps:
     plan = PlanConfig(layers=3, experts=8, tasks=4, keep=4, steps=steps)
     foreseen = PredictorConfig(model="tiny", layers=3, experts=8, active=2, width=32, head=16, columns=8, blocks=1,
                                echo=16, vocabulary=256, token_rows=70, token_width=8, refine_width=16)
-    options = dict(plan=plan, predictor=foreseen, trigger=1)
     from flax import nnx
     predictor = there(jax.eval_shape(lambda: Predictor(foreseen, rngs=nnx.Rngs(0)).weights() | {
         "token_table": jnp.zeros(256, jnp.int32)}))
     state = jax.eval_shape(lambda: plain.init_state(foreseen, batch, jnp.float32))
-    later = jax.ShapeDtypeStruct((steps - 1, 3, 8), jnp.float32) if steps > 1 else None
-    offload = offload._replace(predictor=state, later=later)
     word = jax.ShapeDtypeStruct((), jnp.float32)
     vector = jax.ShapeDtypeStruct((32,), jnp.int32)
     link = Link(transfer_layers=there(word), landed=there(jax.ShapeDtypeStruct((11,), jnp.int32)),
                 progress=there(vector, pinned), board=there(vector, pinned))
+policy = decode_policy("seqmoe", cache, foreseen, plan=plan)
+offload = jax.eval_shape(partial(empty_offload, cache, later=policy.later))._replace(predictor=state)
 abstract = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"))
 with use_abstract_mesh(abstract):
     lowered = jitted_step.lower(
         there(sequences), there(offload), there(weights), there(pools, pinned), there(sampling), there(ends),
         link, predictor,
-        config=StepConfig(spec=spec, cache=cache, forecast=True, greedy=True, vocab=spec.vocab,
-                          kernels=DecodeKernels.of("gpu"), **options))
+        config=StepConfig(spec=spec, cache=cache, policy=policy, greedy=True, vocab=spec.vocab,
+                          kernels=DecodeKernels.of("gpu")))
 print(spec.expert_layout.block_elems)
 print(lowered.compile().as_text())
 """

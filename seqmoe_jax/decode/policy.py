@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from pallas_kernels.plan_tasks import SLOT, PlanConfig, plan_tasks
 from seqmoe_jax.decode.state import Offload
 from seqmoe_jax.experts.cache import CacheConfig, rescore
+from seqmoe_jax.experts.policy import Policy
 from seqmoe_jax.forecast import forecaster, history
 from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.forecast.forecaster import Forecast
@@ -50,6 +51,11 @@ class ReactivePolicy:
     """
 
     trigger: int | None = None
+
+    @property
+    def later(self) -> int:
+        """Steps after the running one that the plan in the middle of it is for too."""
+        return 0
 
     def begin(self, offload: Offload) -> Offload:
         """Before the first layer: the scores that hold during this step."""
@@ -139,7 +145,6 @@ class ForecastPolicy(HistoryPolicy):
 
     @property
     def later(self) -> int:
-        """Steps after the running one that the plan in the middle of it is for too."""
         return self.plan.steps - 1 if self.plan is not None and self._plans_midway else 0
 
     @property
@@ -200,7 +205,7 @@ class ForecastPolicy(HistoryPolicy):
         ahead: int,
         steps: int,
     ) -> tuple[Offload, Forecast, Float32[Array, "C L E"]]:
-        """The predictor takes in a step. Also returns the forecast, and the chances of the `steps` steps to plan for."""
+        """The predictor takes in a step. Also returns the forecast and the chances of the steps planned for."""
         state, forecast, chance = forecaster.foresee(
             self.config, inputs.predictor, offload.predictor, features, tokens, active, ahead=ahead, steps=steps
         )
@@ -229,3 +234,22 @@ class ForecastPolicy(HistoryPolicy):
             )  # fmt: skip
         cache = cache._replace(tables=tables, key_score=key_score, open_slots=tasks[SLOT])
         return offload._replace(cache=cache, tags=tags), tasks
+
+
+def decode_policy(
+    name: Policy,
+    cache: CacheConfig,
+    predictor: PredictorConfig | None = None,
+    *,
+    refine: bool = True,
+    plan: PlanConfig | None = None,
+    ahead: int = 1,
+) -> ReactivePolicy:
+    """What the policy of that name does in a step. `refine`: the running step is forecast anew at half of its layers;
+    the rest as in `ForecastPolicy`."""
+    if name != "seqmoe":
+        return ReactivePolicy()
+    if predictor is None:
+        return HistoryPolicy(cache=cache)
+    trigger = cache.layers // 2 if refine and cache.layers > 1 else None
+    return ForecastPolicy(cache=cache, config=predictor, trigger=trigger, plan=plan, ahead=ahead)
