@@ -40,5 +40,5 @@ def enable_compilation_cache() -> Path | None:
             f"set {VARIABLE} to a writable directory"
         ) from error
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     return directory

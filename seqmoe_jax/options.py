@@ -68,7 +68,7 @@ class EngineOptions:
         check_policy(self.policy)
         check_engine(self.transfers)
         if self.steps_ahead < 1:
-            raise ConfigError(f"transfers are planned for at least 1 step, got steps_ahead={self.steps_ahead}")
+            raise ConfigError(f"transfers are planned for at least 1 step, got {self.steps_ahead} (steps_ahead)")
         if self.residency is not None and self.device_memory is not None:
             raise ConfigError("give either a residency or a device memory, not both")
 
