@@ -29,7 +29,7 @@ from seqmoe_jax.models.model import Model as Model
 from seqmoe_jax.models.model import Predictor as Predictor
 from seqmoe_jax.models.weights import ModelWeights
 from seqmoe_jax.options import EngineOptions
-from seqmoe_jax.prefetch.engine import Moved
+from seqmoe_jax.prefetch.engine import TransferCounts, TransferEngine
 from seqmoe_jax.prefetch.factory import make_transfers
 from seqmoe_jax.prefill.programs import first_token
 from seqmoe_jax.prefill.reader import KeptRouting, PromptReader, ReadPrompts, capacity_of, check_prompts
@@ -134,6 +134,11 @@ class TokenEngine:
         if self.policy != "seqmoe":
             return "none"
         return "history" if self.predictor is None else self.predictor.name
+
+    @property
+    def transfers(self) -> TransferEngine | None:
+        """What moves experts ahead of their use; None where nothing does."""
+        return self._transfers
 
     @property
     def transfers_name(self) -> str:
@@ -302,7 +307,7 @@ class TokenEngine:
                     dispatched += 1
                 oldest = pending.popleft()
                 if engine is not None:
-                    engine.tell(oldest.tasks, oldest.clock)
+                    engine.deliver(oldest.tasks, oldest.clock)
                 yield from events(oldest, decode)
                 elapsed = time.perf_counter() - decode_started
                 stats.tokens_per_second = (stats.new_tokens - first_new) / elapsed
@@ -312,9 +317,9 @@ class TokenEngine:
             stats.compile_s = self.programs.compile_s - compiled_before
             stats.count(prefill, decode, read.streamed, self._moved().since(before), self.config.layout.block_bytes)
 
-    def _moved(self) -> Moved:
+    def _moved(self) -> TransferCounts:
         """What the transfer engine has done so far."""
-        return self._transfers.moved() if self._transfers is not None else Moved()
+        return self._transfers.counts() if self._transfers is not None else TransferCounts()
 
     def _step_config(self, greedy: bool) -> StepConfig:
         config, predictor, engine = self.config, self.predictor, self._transfers
@@ -329,7 +334,7 @@ class TokenEngine:
             trigger=config.layers // 2 if predictor is not None and self.options.refine and config.layers > 1 else None,
             plan=self._plan_config,
             ahead=1 if engine is None else engine.ahead,
-            channel=getattr(engine, "channel", None),
+            channel=None if engine is None else engine.channel,
         )
 
     def _begin(self, batch: int) -> None:

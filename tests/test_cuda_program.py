@@ -78,7 +78,7 @@ if steps:
     offload = offload._replace(predictor=state, later=later)
     word = jax.ShapeDtypeStruct((), jnp.float32)
     vector = jax.ShapeDtypeStruct((32,), jnp.int32)
-    link = Link(transfer_layers=there(word), landed=there(jax.ShapeDtypeStruct((11,), jnp.int32)),
+    link = Link(transfer_cost=there(word), landed=there(jax.ShapeDtypeStruct((11,), jnp.int32)),
                 progress=there(vector, pinned), board=there(vector, pinned))
 abstract = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"))
 with use_abstract_mesh(abstract):

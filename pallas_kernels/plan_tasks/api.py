@@ -52,9 +52,8 @@ def plan_tasks(
         next_tag: tags given so far.
         transfer_layers: RHO, how many layers run while one expert is moved.
         board: `pinned_host` memory of at least `config.board_words` words. The plan is written there too, for a thread
-            of the host that polls: `[number, base, tasks row by row, check]`, where number is the new `next_tag` and
-            check the sum of all before it (int32, wrapping): stores may arrive in any order, and a reader takes what
-            adds up. Only the kernel for GPUs can do that.
+            of the host that polls (words: see `config`), under the new `next_tag` as its number. Stores may arrive in
+            any order, and a reader takes what adds up. Only the kernel for GPUs can do that.
 
     An open task that no step wants any more is told again with the chance and the deadline of the next step that has
     its layer to come. The confidence of a task is 0 if its expert has become resident otherwise. Raises `ValueError`

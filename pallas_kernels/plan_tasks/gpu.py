@@ -17,7 +17,16 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float32, Int, Int32
 
 from pallas_kernels.lanes import OUTSIDE, count, gather, scatter
-from pallas_kernels.plan_tasks.config import CONFIDENCE_UNIT, LAST_TAG, PlanConfig, Planned
+from pallas_kernels.plan_tasks.config import (
+    BASE,
+    CHECK,
+    CONFIDENCE_UNIT,
+    FIRST_TASK,
+    LAST_TAG,
+    NUMBER,
+    PlanConfig,
+    Planned,
+)
 from pallas_kernels.plan_tasks.reference import earliest, saved
 from pallas_kernels.slot_update.tables import FIRST, NEVER, SlotState, SlotTables
 
@@ -158,10 +167,10 @@ def _kernel(*refs: Any, first_layer: int, config: PlanConfig) -> None:
     for row, values in enumerate(rows):
         scatter(tasks_ref, places + row * config.tasks, values, places < config.tasks)
         if board is not None:
-            scatter(board, places + (2 + row * config.tasks), values, places < config.tasks)
+            scatter(board, places + (FIRST_TASK + row * config.tasks), values, places < config.tasks)
             check = check + jnp.sum(jnp.where(places < config.tasks, values, 0))
     next_out[0] = number
     if board is not None:
-        board[1] = base
-        board[2 + 5 * config.tasks] = check
-        board[0] = number
+        board[BASE] = base
+        board[CHECK] = check
+        board[NUMBER] = number

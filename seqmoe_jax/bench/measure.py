@@ -59,8 +59,8 @@ def measure(
                 first = engine.last_stats
             else:
                 runs.append(replace(engine.last_stats))
-        engine_fault = None if engine._transfers is None else engine._transfers.fault()
-        cost = getattr(engine._transfers, "transfer_cost", None)
+        engine_fault = None if engine.transfers is None else engine.transfers.fault()
+        cost = None if engine.transfers is None else engine.transfers.transfer_cost
         memory = device.memory_stats() or {}
         shares: dict[str, Any] | None = None
         if profiled:

@@ -151,7 +151,7 @@ class _Planner:
         with jax.named_scope("plan"):
             tables, self.tags, self.tasks = plan_tasks(
                 cache.tables, cache.open_slots, chance, key_score, base=base, next_tag=self.tags,
-                transfer_layers=self.link.transfer_layers, first_layer=first_layer, config=self.config.plan,
+                transfer_layers=self.link.transfer_cost, first_layer=first_layer, config=self.config.plan,
                 board=self.link.board, implementation=self.config.cache.implementation,
             )  # fmt: skip
         return cache._replace(tables=tables, key_score=key_score, open_slots=self.tasks[SLOT])
