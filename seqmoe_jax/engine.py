@@ -35,7 +35,7 @@ from seqmoe_jax.models.model import Model as Model
 from seqmoe_jax.models.model import Predictor as Predictor
 from seqmoe_jax.models.weights import ModelWeights
 from seqmoe_jax.options import EngineOptions
-from seqmoe_jax.prefetch.engine import Moved
+from seqmoe_jax.prefetch.engine import TransferCounts
 from seqmoe_jax.prefetch.factory import make_transfers
 from seqmoe_jax.prefill.programs import first_token
 from seqmoe_jax.prefill.reader import KeptRouting, PromptReader, ReadPrompts, capacity_of, check_prompts
@@ -226,7 +226,7 @@ class TokenEngine:
         sampling: Sequence[SamplingConfig],
         end_tokens: Sequence[int],
     ) -> Iterator[TokenEvent]:
-        started, compiled_before, moved_before = time.perf_counter(), self.programs.compile_s, self._moved()
+        started, compiled_before, transferred_before = time.perf_counter(), self.programs.compile_s, self._transferred()
         batch = 1 << (len(prompts) - 1).bit_length()  # few batch sizes are compiled; the rest is padding that is done
         capacity = capacity_of([*map(len, prompts)], max_new_tokens, batch)
         config = self._step_config(sampling[0].greedy)
@@ -261,7 +261,7 @@ class TokenEngine:
             ahead = RUN_AHEAD if engine is None else engine.run_ahead
             for output in run_ahead(dispatch, steps=steps, ahead=ahead, wanted=lambda: lanes.running):
                 if engine is not None:
-                    engine.tell(output.tasks, output.clock)
+                    engine.deliver(output.tasks, output.clock)
                 yield from lanes.read(output, decode)
                 stats.tokens_per_second = (lanes.tokens - first_new) / (time.perf_counter() - decode_started)
         finally:
@@ -269,7 +269,7 @@ class TokenEngine:
                 engine.pause()
             stats.new_tokens = lanes.tokens
             stats.compile_s = self.programs.compile_s - compiled_before
-            moved = self._moved().since(moved_before)
+            moved = self._transferred().since(transferred_before)
             stats.count(prefill, decode, read.streamed, moved, self.config.layout.block_bytes)
 
     def _step_inputs(self, params: SamplingParams, ends: Array) -> tuple[Any, ...]:
@@ -304,9 +304,9 @@ class TokenEngine:
             kernels=self.config.implementation,
         )
 
-    def _moved(self) -> Moved:
+    def _transferred(self) -> TransferCounts:
         """What the transfer engine has done so far."""
-        return self.transfers.moved() if self.transfers is not None else Moved()
+        return self.transfers.counts() if self.transfers is not None else TransferCounts()
 
     def _step_config(self, greedy: bool) -> StepConfig:
         return StepConfig(
@@ -316,7 +316,7 @@ class TokenEngine:
             greedy=greedy,
             vocab=self.vocab,
             kernels=self.kernels,
-            channel=getattr(self.transfers, "channel", None),
+            channel=None if self.transfers is None else self.transfers.channel,
         )
 
     def _begin(self, batch: int) -> None:

@@ -9,8 +9,7 @@ from typing import Literal, TypedDict
 from pallas_kernels.backend import Implementation
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.policy import Policy, check_policy
-from seqmoe_jax.prefetch.engine import check_engine
-from seqmoe_jax.prefetch.tasks import Scheduler
+from seqmoe_jax.prefetch.engine import Scheduler, check_engine
 
 Residency = float | int | Literal["least"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from seqmoe_jax.experts.cache import HITS, MISSES, ROUTED
-from seqmoe_jax.prefetch.engine import Moved
+from seqmoe_jax.prefetch.engine import TransferCounts
 
 
 @dataclass(kw_only=True)
@@ -47,7 +47,7 @@ class Stats:
     backend: str = ""
     kernels: str = ""
 
-    def count(self, prefill: Counts, decode: Counts, streamed: int, moved: Moved, block: int) -> None:
+    def count(self, prefill: Counts, decode: Counts, streamed: int, moved: TransferCounts, block: int) -> None:
         """Sets what follows from the counts of both phases, the experts `streamed` to the prompt, and what a transfer
         engine `moved`. `block`: bytes of an expert."""
         total = prefill.total + decode.total

@@ -72,7 +72,7 @@ if steps:
     state = jax.eval_shape(lambda: plain.init_state(foreseen, batch, jnp.float32))
     word = jax.ShapeDtypeStruct((), jnp.float32)
     vector = jax.ShapeDtypeStruct((32,), jnp.int32)
-    link = Link(transfer_layers=there(word), landed=there(jax.ShapeDtypeStruct((11,), jnp.int32)),
+    link = Link(transfer_cost=there(word), landed=there(jax.ShapeDtypeStruct((11,), jnp.int32)),
                 progress=there(vector, pinned), board=there(vector, pinned))
 policy = decode_policy("seqmoe", cache, foreseen, plan=plan)
 offload = jax.eval_shape(partial(empty_offload, cache, later=policy.later))._replace(predictor=state)

@@ -19,7 +19,7 @@ def plan_tasks(
     *,
     base: Int[Array, ""],
     next_tag: Int[Array, ""],
-    transfer_layers: Float32[Array, ""],
+    transfer_cost: Float32[Array, ""],
     first_layer: int,
     config: PlanConfig,
     board: Int32[Array, " W"] | None = None,
@@ -50,11 +50,10 @@ def plan_tasks(
             those below `first_layer` are of layers that have run.
         key_score: of each key before and after its layer has run; the first row counts here.
         next_tag: tags given so far.
-        transfer_layers: RHO, how many layers run while one expert is moved.
+        transfer_cost: RHO, how many layers run while one expert is moved.
         board: `pinned_host` memory of at least `config.board_words` words. The plan is written there too, for a thread
-            of the host that polls: `[number, base, tasks row by row, check]`, where number is the new `next_tag` and
-            check the sum of all before it (int32, wrapping): stores may arrive in any order, and a reader takes what
-            adds up. Only the kernel for GPUs can do that.
+            of the host that polls (words: see `config`), under the new `next_tag` as its number. Stores may arrive in
+            any order, and a reader takes what adds up. Only the kernel for GPUs can do that.
 
     An open task that no step wants any more is told again with the chance and the deadline of the next step that has
     its layer to come. The confidence of a task is 0 if its expert has become resident otherwise. Raises `ValueError`
@@ -69,7 +68,7 @@ def plan_tasks(
         key_score,
         jnp.asarray(base, jnp.int32),
         jnp.asarray(next_tag, jnp.int32),
-        transfer_layers,
+        transfer_cost,
     )
     chosen = resolve(implementation)
     if board is not None:

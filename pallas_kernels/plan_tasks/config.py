@@ -10,6 +10,9 @@ from jaxtyping import Array, Int32
 from pallas_kernels.slot_update.tables import SlotTables
 
 KEY, CONFIDENCE, DEADLINE, SLOT, TAG = range(5)  # rows of a plan
+# The words of a board: the plan's number, the position it was made at, the sum of all other words (int32, wrapping),
+# and from FIRST_TASK on the rows of the plan.
+NUMBER, BASE, CHECK, FIRST_TASK = range(4)
 CONFIDENCE_UNIT = 1 << 20
 LAST_TAG = (1 << 29) - 1
 
@@ -27,8 +30,8 @@ class PlanConfig:
 
     @property
     def board_words(self) -> int:
-        """Words of host memory that a plan is written to: number, base, the tasks, check."""
-        return 5 * self.tasks + 3
+        """Words of host memory that a plan is written to."""
+        return FIRST_TASK + 5 * self.tasks
 
 
 class Planned(NamedTuple):

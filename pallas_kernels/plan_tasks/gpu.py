@@ -17,7 +17,16 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float32, Int, Int32
 
 from pallas_kernels.lanes import OUTSIDE, count, gather, scatter
-from pallas_kernels.plan_tasks.config import CONFIDENCE_UNIT, LAST_TAG, PlanConfig, Planned
+from pallas_kernels.plan_tasks.config import (
+    BASE,
+    CHECK,
+    CONFIDENCE_UNIT,
+    FIRST_TASK,
+    LAST_TAG,
+    NUMBER,
+    PlanConfig,
+    Planned,
+)
 from pallas_kernels.plan_tasks.reference import earliest, saved
 from pallas_kernels.slot_update.tables import FIRST, NEVER, SlotState, SlotTables
 
@@ -31,7 +40,7 @@ def plan_tasks_gpu(
     key_score: Int32[Array, "2 keys"],
     base: Int32[Array, ""],
     next_tag: Int32[Array, ""],
-    transfer_layers: Float32[Array, ""],
+    transfer_cost: Float32[Array, ""],
     board: Int32[Array, " W"] | None = None,
     *,
     first_layer: int,
@@ -44,7 +53,7 @@ def plan_tasks_gpu(
     boards = () if board is None else (board,)
     operands = (
         *tables, open_slots, chance.reshape(-1), key_score.reshape(-1), base.reshape(1), next_tag.reshape(1),
-        transfer_layers.reshape(1), *boards,
+        transfer_cost.reshape(1), *boards,
     )  # fmt: skip
     *planned, tasks, tag = pl.pallas_call(
         partial(_kernel, first_layer=first_layer, config=config),
@@ -158,10 +167,10 @@ def _kernel(*refs: Any, first_layer: int, config: PlanConfig) -> None:
     for row, values in enumerate(rows):
         scatter(tasks_ref, places + row * config.tasks, values, places < config.tasks)
         if board is not None:
-            scatter(board, places + (2 + row * config.tasks), values, places < config.tasks)
+            scatter(board, places + (FIRST_TASK + row * config.tasks), values, places < config.tasks)
             check = check + jnp.sum(jnp.where(places < config.tasks, values, 0))
     next_out[0] = number
     if board is not None:
-        board[1] = base
-        board[2 + 5 * config.tasks] = check
-        board[0] = number
+        board[BASE] = base
+        board[CHECK] = check
+        board[NUMBER] = number

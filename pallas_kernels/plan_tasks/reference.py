@@ -18,7 +18,7 @@ def plan_tasks_reference(
     key_score: Int32[Array, "2 keys"],
     base: Int32[Array, ""],
     next_tag: Int32[Array, ""],
-    transfer_layers: Float32[Array, ""],
+    transfer_cost: Float32[Array, ""],
     *,
     first_layer: int,
     config: PlanConfig,
@@ -31,7 +31,7 @@ def plan_tasks_reference(
 
     layer = jnp.arange(keys, dtype=jnp.int32) // config.experts
     likely, due = earliest(list(chance), layer, first_layer, config)
-    saving = saved(likely, due, transfer_layers, first_layer, config)
+    saving = saved(likely, due, transfer_cost, first_layer, config)
     wanted = (tables.slot_of_key < 0) & (due >= first_layer) & (likely >= config.threshold)
     wanted = wanted.at[jnp.where(there, key, keys)].set(False, mode="drop")
     count = min(config.tasks, keys)
@@ -76,12 +76,12 @@ def earliest(
 def saved(
     chance: Float32[Array, " N"],
     due: Int[Array, " N"],
-    transfer_layers: Float32[Array, ""],
+    transfer_cost: Float32[Array, ""],
     first_layer: int,
     config: PlanConfig,
 ) -> Float32[Array, " N"]:
     """What a transfer of each expert would save, as a share of one, by what `earliest` says of it."""
-    saving = chance * jnp.minimum(1.0, (due - first_layer + 1).astype(jnp.float32) / transfer_layers)
+    saving = chance * jnp.minimum(1.0, (due - first_layer + 1).astype(jnp.float32) / transfer_cost)
     if config.steps > 1:  # the plan at the end of each step before it can still open it, and will know more
         saving = saving / (lax.div(due, jnp.full_like(due, config.layers)) + 1).astype(jnp.float32)
     return saving

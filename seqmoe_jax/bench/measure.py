@@ -13,7 +13,7 @@ import numpy as np
 from pallas_kernels.backend import Implementation
 from seqmoe_jax.bench.settings import Setting
 from seqmoe_jax.bench.shares import profile_steps
-from seqmoe_jax.decode.replay import Replay
+from seqmoe_jax.decode.step import Replay
 from seqmoe_jax.engine import Model, Predictor, TokenEngine
 from seqmoe_jax.sampling import SamplingConfig
 
@@ -60,7 +60,7 @@ def measure(
             else:
                 runs.append(replace(engine.last_stats))
         engine_fault = None if engine.transfers is None else engine.transfers.fault()
-        cost = getattr(engine.transfers, "transfer_cost", None)
+        cost = None if engine.transfers is None else engine.transfers.transfer_cost
         memory = device.memory_stats() or {}
         shares: dict[str, Any] | None = None
         if profiled:

@@ -229,7 +229,7 @@ class ForecastPolicy(HistoryPolicy):
         with jax.named_scope("plan"):
             tables, tags, tasks = plan_tasks(
                 cache.tables, cache.open_slots, chance.reshape(len(chance), -1), key_score, base=clock,
-                next_tag=offload.tags, transfer_layers=link.transfer_layers, first_layer=first_layer, config=self.plan,
+                next_tag=offload.tags, transfer_cost=link.transfer_cost, first_layer=first_layer, config=self.plan,
                 board=link.board, implementation=self.cache.implementation,
             )  # fmt: skip
         cache = cache._replace(tables=tables, key_score=key_score, open_slots=tasks[SLOT])

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int32
 
-Receiver = Callable[[np.ndarray, int], None]  # the last plan of a step [5, N], and the position at its end
+Receiver = Callable[[Int32[np.ndarray, "5 N"], int], None]  # a step's last plan, and the position at the step's end
 
 _receivers: dict[int, Receiver] = {}
 _numbers = itertools.count()

@@ -1,10 +1,10 @@
-"""The decorator of everything compiled with numba.
+"""The decorators of everything compiled with numba, and calls of C functions by address.
 
 The compiled code is cached on disk, so only the first use on a machine waits for the compiler; importing a module
 that uses it imports numba, which is why nothing does at the top of the package. `nogil` lets a worker thread
 schedule while Python runs elsewhere.
 
-A function below `compiled` also carries `typing.no_type_check`: numba compiles the plain function, so a checker of
+A function below either also carries `typing.no_type_check`: numba compiles the plain function, so a checker of
 annotations must not wrap it first.
 """
 
@@ -18,6 +18,8 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 compiled = njit(cache=True, nogil=True)
+# For the parts of a tight loop: no calls, and no checks for divisors of 0.
+inlined = njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
 
 
 def address_of(function: Any) -> int:
@@ -40,3 +42,21 @@ def call(typing_context: Any, address: Any, arguments: Any) -> Any:
         return builder.call(pointer, [builder.extract_value(values[1], i) for i in range(len(arguments))])
 
     return signature, generate
+
+
+def _pointer(element: Any) -> Any:
+    pointer_type: Any = types.CPointer(element)  # type: ignore[no-untyped-call]
+
+    @intrinsic
+    def pointer(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
+
+        return pointer_type(types.int64), generate
+
+    return pointer
+
+
+# Memory at an address, to be indexed. Unlike an array it counts no references, which in a tight loop takes longer than
+# all else.
+int32_at, int64_at = _pointer(types.int32), _pointer(types.int64)

@@ -9,34 +9,40 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Int32, Shaped
 
-from pallas_kernels.plan_tasks import CONFIDENCE, CONFIDENCE_UNIT, DEADLINE, KEY, SLOT, TAG
+from pallas_kernels.plan_tasks import CONFIDENCE_UNIT
+from seqmoe_jax.host_memory import host_view
 from seqmoe_jax.prefetch.channels import close_channel, open_channel
-from seqmoe_jax.prefetch.engine import EngineConfig, Faults, Moved, host_view
+from seqmoe_jax.prefetch.engine import EngineConfig, TransferCounts
 from seqmoe_jax.prefetch.link import Arrivals, Link
-from seqmoe_jax.prefetch.schedule import Budget, select_task
-from seqmoe_jax.prefetch.tasks import Tasks
+from seqmoe_jax.prefetch.schedule import ALPHA, SCHEDULERS, choose, next_average
+from seqmoe_jax.prefetch.tasks import TASK, add, remove
 
 log = logging.getLogger("seqmoe_jax")
 
-STAGED = 4  # experts that one step takes in; the answers of one step are as many again
-REMEMBERED = 4096  # tags of answered tasks
+STAGED = 4  # experts that one step takes in; the tags of one step are as many again
+REMEMBERED = 4096  # tags of acknowledged tasks
+COST = 1.0  # RHO is not measured
 
 
 class DevicePut:
-    """`callback`: plans arrive through a channel, otherwise `tell` brings them."""
+    """`callback`: plans arrive through a channel, otherwise `deliver` brings them.
+
+    `put` moves an expert to the device. It may be exchanged, for a function that behaves worse.
+    """
 
     ahead = 2
     run_ahead = 2
+    transfer_cost = None
 
     def __init__(
         self,
@@ -48,18 +54,20 @@ class DevicePut:
     ):
         self.name = "callback" if callback else "device_put"
         self.config, self._device = config, device
-        self._pools = pools  # the views below are of their memory
-        self._rows = [host_view(pool) for pool in pools]
+        self.put: Callable[[np.ndarray], Array] = lambda expert: jax.device_put(expert, device).block_until_ready()
+        self._experts = [host_view(pool) for pool in pools]
         self._nothing = jax.device_put(jnp.zeros(pools[0].shape[1], pools[0].dtype), device)
-        self._rho = jax.device_put(np.float32(1.0), device)
+        self._rho = jax.device_put(np.float32(COST), device)
         self._arrived: deque[tuple[int, int, Array | None]] = deque()  # slot, tag or -tag, block
-        self._plans: deque[tuple[np.ndarray, int]] = deque(maxlen=4)
-        self._answered: dict[int, None] = {}
+        self._plans: deque[tuple[Int32[np.ndarray, "5 N"], int]] = deque(maxlen=4)
+        self._acknowledged: dict[int, None] = {}
         self._condition = threading.Condition()
         self._running, self._busy, self._closed = False, False, False
-        self._moved = Moved()
+        self._counts = TransferCounts()
         self._fault: str | None = None
-        self._faults, self._killed, self._last_begun = Faults(), False, 0.0
+        # Of the worker: what is left of the plan, Algorithm 1's budget, and transfers since the plan came.
+        self._tasks, self._size = np.zeros(config.plan.tasks, TASK).view(np.recarray), 0
+        self._clock, self._average, self._moved = 0, 1.0, 0
         self.channel = open_channel(self.enqueue) if callback else None
         self._thread = threading.Thread(target=self._work, name=f"seqmoe-{self.name}", daemon=True)
         self._thread.start()
@@ -78,18 +86,18 @@ class DevicePut:
         # Arrivals with a block first: the step pairs the i-th block with the i-th slot.
         taken.sort(key=lambda arrival: arrival[2] is None)
         slot, tag = np.full(2 * STAGED, -1, np.int32), np.zeros(2 * STAGED, np.int32)
-        for index, (where, answer, _) in enumerate(taken):
-            slot[index], tag[index] = where, answer
+        for index, arrival in enumerate(taken):
+            slot[index], tag[index], _ = arrival
         blocks += [self._nothing] * (STAGED - len(blocks))
         slots, tags = jax.device_put((slot, tag), self._device)
-        return Link(transfer_layers=self._rho, arrivals=Arrivals(tuple(blocks), slots, tags))
+        return Link(transfer_cost=self._rho, arrivals=Arrivals(tuple(blocks), slots, tags))
 
-    def tell(self, tasks: Any, clock: Any) -> None:
-        if self.name == "device_put":
+    def deliver(self, tasks: Any, clock: Any) -> None:
+        if self.channel is None:
             self.enqueue(np.asarray(tasks), int(clock))
 
-    def enqueue(self, tasks: np.ndarray, clock: int) -> None:
-        """The plan [5, N] of a step that ended at position `clock`."""
+    def enqueue(self, tasks: Int32[np.ndarray, "5 N"], clock: int) -> None:
+        """The plan of a step that ended at position `clock`."""
         with self._condition:
             self._plans.append((tasks, clock))
             self._condition.notify_all()
@@ -110,20 +118,12 @@ class DevicePut:
             self._condition.wait_for(lambda: not self._busy or self._closed, timeout=10)
             self._arrived.clear()
 
-    def moved(self) -> Moved:
-        return replace(self._moved)
+    def counts(self) -> TransferCounts:
+        return replace(self._counts)
 
     def fault(self) -> str | None:
         fault, self._fault = self._fault, None
         return fault
-
-    def inject(self, faults: Faults) -> None:
-        self._faults = faults
-
-    def kill(self) -> None:
-        with self._condition:
-            self._killed = True
-            self._condition.notify_all()
 
     def close(self) -> None:
         if self.channel is not None:
@@ -135,97 +135,70 @@ class DevicePut:
 
     def _work(self) -> None:
         try:
-            self._transfer_until_closed()
+            while self._wait_for_tasks():
+                self._transfer_next()
         except Exception as error:  # the step loads on demand what does not come
             self._fault = f"the {self.name} worker stopped: {error!r}"
             log.warning(self._fault)
             with self._condition:
                 self._busy, self._closed = False, True
 
-    def _transfer_until_closed(self) -> None:
-        layers = self.config.plan.layers
-        budget, clock, moved = Budget(average=1.0, current=1.0), 0, 0
-        open_: Tasks | None = None
-        while True:
-            with self._condition:
-                self._busy = False
-                self._condition.notify_all()
-                idle = open_ is None or not len(open_)
-                if idle or not self._running:
-                    self._condition.wait_for(
-                        lambda: self._closed or self._killed or (self._running and bool(self._plans))
-                    )
-                if self._killed:
-                    raise RuntimeError("killed")
-                if self._closed:
-                    return
-                if not self._running:
-                    open_ = None
-                    continue
-                plan, clock_now = self._plans[-1] if self._plans else (None, clock)
-                self._plans.clear()
-                self._busy = True
-            if plan is not None:
-                if clock_now > clock:
-                    average = budget.average + 0.1 * (moved / layers - budget.average)
-                    budget, moved = Budget(average=max(average, 1e-3), current=max(average, 1e-3)), 0
-                clock, open_ = clock_now, self._open_tasks(plan)
-            assert open_ is not None
-            chosen = select_task(
-                open_, position=clock, budget=budget, scheduler=self.config.scheduler, layers=layers, lead=0  # type: ignore[arg-type]
-            )  # fmt: skip
-            if chosen is None:
-                open_ = None
-                continue
-            if self._transfer(int(open_.key[chosen]), int(open_.slot[chosen]), int(open_.tag[chosen])):
-                moved, budget = moved + 1, budget.after_transfer()
-            open_ = _without(open_, chosen)
-
-    def _open_tasks(self, plan: np.ndarray) -> Tasks:
-        """The tasks still to be answered; those that are not wanted any more are answered here."""
-        keep = []
-        for index in range(plan.shape[1]):
-            tag = int(plan[TAG, index])
-            if plan[KEY, index] < 0 or tag in self._answered:
-                continue
-            if plan[CONFIDENCE, index] > 0:
-                keep.append(index)
-            else:
-                self._answer(int(plan[SLOT, index]), -tag, None)
-                self._moved.late += 1
-        rows = plan[:, keep].astype(np.int64)
-        return Tasks(
-            key=rows[KEY], confidence=rows[CONFIDENCE] / CONFIDENCE_UNIT, deadline=rows[DEADLINE],
-            slot=rows[SLOT], tag=rows[TAG],
-        )  # fmt: skip
-
-    def _transfer(self, key: int, slot: int, tag: int) -> bool:
-        experts, faults = self.config.plan.experts, self._faults
-        if faults.throttle_s:
-            time.sleep(max(0.0, self._last_begun + faults.throttle_s - time.perf_counter()))
-            self._last_begun = time.perf_counter()
-        block = jax.device_put(self._rows[key // experts][key % experts], self._device)
-        block.block_until_ready()
-        if faults.delay_s:
-            time.sleep(faults.delay_s)
-        self._moved.bytes += block.nbytes
-        if faults.drop_every and (self._moved.landed + self._moved.dropped + 1) % faults.drop_every == 0:
-            self._moved.dropped += 1
-            self._answer(slot, -tag, None)
-            return False
-        self._moved.landed += 1
-        self._answer(slot, tag, block)
+    def _wait_for_tasks(self) -> bool:
+        """Returns when there may be something to transfer, of the latest plan; with False when the engine is closed."""
+        with self._condition:
+            self._busy = False
+            self._condition.notify_all()
+            if not self._running:
+                self._size = 0
+            self._condition.wait_for(lambda: self._closed or (self._running and (self._plans or self._size)))
+            if self._closed:
+                return False
+            latest = self._plans[-1] if self._plans else None
+            self._plans.clear()
+            self._busy = True
+        if latest is not None:
+            self._take(*latest)
         return True
 
-    def _answer(self, slot: int, answer: int, block: Array | None) -> None:
-        self._answered[abs(answer)] = None
-        while len(self._answered) > REMEMBERED:
-            del self._answered[next(iter(self._answered))]
+    def _take(self, plan: Int32[np.ndarray, "5 N"], clock: int) -> None:
+        """The tasks that are not acknowledged yet; those that are not wanted any more are acknowledged here."""
+        layers = self.config.plan.layers
+        if clock > self._clock:
+            self._average = next_average(self._average, self._average - self._moved / layers, ALPHA, False)
+            self._moved = 0
+        self._clock, self._size = clock, 0
+        for key, confidence, deadline, slot, tag in plan.T.tolist():
+            if key < 0 or tag in self._acknowledged:
+                continue
+            if confidence > 0:
+                confidence /= CONFIDENCE_UNIT
+                self._size = add(self._tasks, self._size, key, confidence, deadline, slot, tag)
+            else:
+                self._acknowledge(slot, -tag, None)
+                self._counts.late += 1
+
+    def _transfer_next(self) -> None:
+        config = self.config
+        at = choose(
+            SCHEDULERS[config.scheduler], self._tasks, self._size, self._clock, COST, self._average,
+            self._average - self._moved, config.plan.layers,
+        )  # fmt: skip
+        if at < 0:
+            self._size = 0
+            return
+        task = self._tasks[at]
+        layer, expert = divmod(task.key, config.plan.experts)
+        block = self.put(self._experts[layer][expert])
+        self._counts.bytes += block.nbytes
+        self._counts.landed += 1
+        self._moved += 1
+        self._acknowledge(int(task.slot), int(task.tag), block)
+        self._size = remove(self._tasks, self._size, at)
+
+    def _acknowledge(self, slot: int, tag: int, block: Array | None) -> None:
+        self._acknowledged[abs(tag)] = None
+        while len(self._acknowledged) > REMEMBERED:
+            del self._acknowledged[next(iter(self._acknowledged))]
         with self._condition:
             if self._running:
-                self._arrived.append((slot, answer, block))
-
-
-def _without(tasks: Tasks, index: int) -> Tasks:
-    names = ("key", "confidence", "deadline", "slot", "tag")
-    return Tasks(**{name: np.delete(getattr(tasks, name), index) for name in names})
+                self._arrived.append((slot, tag, block))

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
-import jax
-import numpy as np
-from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Shaped
 
 from pallas_kernels.backend import Implementation
 from pallas_kernels.plan_tasks import PlanConfig
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.prefetch.link import Link
-from seqmoe_jax.prefetch.tasks import Scheduler
 
 ENGINES: dict[str, str] = {
     "auto": "dma with the kernels for CUDA GPUs, else none: what measured best (docs/benchmarks.md)",
@@ -24,6 +19,7 @@ ENGINES: dict[str, str] = {
     "callback": "the same, plans delivered by a JAX host callback from inside the step",
     "dma": "copies straight into reserved slots on a stream of their own, while the step runs (CUDA)",
 }
+Scheduler = Literal["seqmoe", "moe-infinity", "promoe"]  # rules that choose the next transfer: see `schedule`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,32 +32,21 @@ class EngineConfig:
     scheduler: Scheduler = "seqmoe"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Faults:
-    """What tests make of a link. Every n-th transfer that has arrived is given up (0: none), the others are reported
-    so much later, and a part is not started before so long after the one before."""
-
-    drop_every: int = 0
-    delay_s: float = 0.0
-    throttle_s: float = 0.0
-
-
 @dataclass(kw_only=True)
-class Moved:
+class TransferCounts:
     """What an engine has done, in experts and bytes, since it was made.
 
-    `given_up` were started and not completed, `late` never started, `dropped` by `Faults`.
+    `given_up` were started and not completed, `late` never started; `bytes` are of all that was moved.
     """
 
     landed: int = 0
-    dropped: int = 0
     given_up: int = 0
     late: int = 0
     bytes: int = 0
 
-    def since(self, before: Moved) -> Moved:
+    def since(self, before: TransferCounts) -> TransferCounts:
         """What was done after `before`."""
-        return Moved(**{name: value - getattr(before, name) for name, value in vars(self).items()})
+        return TransferCounts(**{name: value - getattr(before, name) for name, value in vars(self).items()})
 
 
 @runtime_checkable
@@ -69,15 +54,24 @@ class TransferEngine(Protocol):
     """One engine serves one slot cache. Its methods are called from the thread that dispatches steps."""
 
     name: str
-    ahead: int  # plans are for the step so many steps on
-    run_ahead: int  # steps that may be dispatched before the oldest one's outputs are read
+    ahead: int
+    """Plans are for the step so many steps on."""
+    run_ahead: int
+    """Steps that may be dispatched before the oldest one's outputs are read."""
+    channel: int | None
+    """Of the host callback that brings the plans, where one does (`channels`)."""
+
+    @property
+    def transfer_cost(self) -> float | None:
+        """RHO as measured: the time of a transfer over that of a layer. None where it is not measured."""
+        ...
 
     def link(self) -> Link:
         """What the next step gets."""
         ...
 
-    def tell(self, tasks: Any, clock: Any) -> None:
-        """The plans of a step whose outputs have arrived."""
+    def deliver(self, tasks: Any, clock: Any) -> None:
+        """The last plan `tasks` [5, N] of a step whose outputs have arrived, and the position at its end."""
         ...
 
     def start(self, blocks: Shaped[Array, "rows n"]) -> None:
@@ -89,21 +83,13 @@ class TransferEngine(Protocol):
         ...
 
     def pause(self) -> None:
-        """Returns when nothing is under way and nothing will be until `start`."""
+        """Returns when nothing is in flight and nothing will be until `start`."""
         ...
 
-    def moved(self) -> Moved: ...
+    def counts(self) -> TransferCounts: ...
 
     def fault(self) -> str | None:
         """What went wrong, once; the tokens are right all the same."""
-        ...
-
-    def inject(self, faults: Faults) -> None:
-        """From now on the link is like that; for tests."""
-        ...
-
-    def kill(self) -> None:
-        """Ends the worker at once, whatever is under way; for tests. The step must go on without it."""
         ...
 
     def close(self) -> None:
@@ -131,16 +117,3 @@ def resolve_engine(name: str, implementation: Implementation) -> str:
 def typical_transfer_cost(expert_bytes: int) -> float:
     """RHO before anything was measured: a PCIe 5 x16 link at 48 GB/s, a layer of 55 us (measured on an H200)."""
     return max(expert_bytes / 48e9 / 55e-6, 0.1)
-
-
-def pinned(values: np.ndarray, device: jax.Device) -> tuple[Array, np.ndarray]:
-    """An array in host memory that device programs read and write in place, and the host's view of the same bytes."""
-    array = jax.device_put(values, SingleDeviceSharding(device, memory_kind="pinned_host"))
-    array.block_until_ready()
-    return array, host_view(array)
-
-
-def host_view(array: Array) -> np.ndarray:
-    """The bytes of an array in host memory, as they are, without a copy. Keep the array alive."""
-    memory = (ctypes.c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
-    return np.ctypeslib.as_array(memory).view(array.dtype).reshape(array.shape)

@@ -1,4 +1,4 @@
-"""Transfer engines: what moves experts ahead of their use. One interface (`base`), several implementations."""
+"""Which transfer engine a model, its policy and the backend allow, and making it."""
 
 from __future__ import annotations
 
@@ -11,27 +11,9 @@ from pallas_kernels.plan_tasks import PlanConfig
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.cache import CacheConfig
 from seqmoe_jax.options import EngineOptions
-from seqmoe_jax.prefetch.engine import (
-    EngineConfig,
-    TransferEngine,
-    resolve_engine,
-    typical_transfer_cost,
-)
+from seqmoe_jax.prefetch.engine import EngineConfig, TransferEngine, resolve_engine, typical_transfer_cost
 
 TASKS = (3, 16)  # prefetch tasks open at a time, at least and at most; each takes a slot from the cache
-
-
-def make_engine(
-    name: str, pools: tuple[Shaped[Array, "E n"], ...], device: jax.Device, config: EngineConfig
-) -> TransferEngine:
-    """The engine of a name that `resolve_engine` gave; not "none"."""
-    if name == "dma":
-        from seqmoe_jax.prefetch.dma import Dma  # imports numba
-
-        return Dma(pools, device, config)
-    from seqmoe_jax.prefetch.device_put import DevicePut
-
-    return DevicePut(pools, device, config, callback=name == "callback")
 
 
 def make_transfers(
@@ -43,7 +25,7 @@ def make_transfers(
     predicted: bool,
     needed: int,
 ) -> tuple[PlanConfig | None, TransferEngine | None]:
-    """The planning and the engine that a model, its policy and the backend allow; None where nothing is prefetched.
+    """The planning and the engine; None where nothing is prefetched.
 
     `predicted`: there is a forecast to plan by. `needed`: the most slots that a layer of a step can use.
     Raises `ConfigError` for an engine that cannot work.
@@ -56,14 +38,26 @@ def make_transfers(
     name = resolve_engine(name, cache.implementation)
     if name == "none":
         return None, None
+    expert_bytes = cache.layout.block_bytes
     if tasks is None:
-        fit = steps * cache.layers / typical_transfer_cost(cache.layout.block_bytes)
+        fit = steps * cache.layers / typical_transfer_cost(expert_bytes)
         tasks = min(max(math.ceil(fit) + 1, TASKS[0]), TASKS[1])
     plan = PlanConfig(
         layers=cache.layers, experts=cache.experts, tasks=tasks, threshold=options.threshold, steps=steps,
         keep=min(2 * needed, cache.experts),
     )  # fmt: skip
-    config = EngineConfig(
-        plan=plan, expert_bytes=cache.layout.block_bytes, slots=cache.slots, scheduler=options.scheduler
-    )
-    return plan, make_engine(name, pools, device, config)
+    config = EngineConfig(plan=plan, expert_bytes=expert_bytes, slots=cache.slots, scheduler=options.scheduler)
+    return plan, _make_engine(name, pools, device, config)
+
+
+def _make_engine(
+    name: str, pools: tuple[Shaped[Array, "E n"], ...], device: jax.Device, config: EngineConfig
+) -> TransferEngine:
+    # Imported where they are used: both import numba.
+    if name == "dma":
+        from seqmoe_jax.prefetch.dma import Dma
+
+        return Dma(pools, device, config)
+    from seqmoe_jax.prefetch.device_put import DevicePut
+
+    return DevicePut(pools, device, config, callback=name == "callback")

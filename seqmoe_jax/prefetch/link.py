@@ -19,10 +19,10 @@ class Arrivals(NamedTuple):
 
 
 class Link(NamedTuple):
-    """What a transfer engine gives to a step: arrivals, or live memory of the host in which it reports and is told."""
+    """What a transfer engine gives to a step: arrivals, or memory through which both talk while the step runs."""
 
-    transfer_layers: Float32[Array, ""]  # RHO, as measured so far
+    transfer_cost: Float32[Array, ""]  # RHO, as measured so far
     arrivals: Arrivals | None = None
-    landed: Int32[Array, " S"] | None = None  # pinned_host
+    landed: Int32[Array, " S"] | None = None  # tags of the slots' transfers, written by the engine
     progress: Int32[Array, " P"] | None = None  # pinned_host, written by the step
-    board: Int32[Array, " W"] | None = None  # pinned_host, written by the step
+    board: Int32[Array, " W"] | None = None  # pinned_host, plans, written by the step

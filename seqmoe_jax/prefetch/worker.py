@@ -1,247 +1,322 @@
 """The worker: moves experts while the step runs, by Algorithm 1, in parts that a demand miss interrupts (paper 6, 8.3).
 
 One loop compiled with numba, in a thread of its own and without the interpreter's lock. It reads what the step writes
-into host memory (plans, and where the step is), copies parts of experts into reserved slots, and answers each task
-with its tag. Answers are copied into device memory on the same stream, so a tag arrives behind the expert it tells of,
-and the step's kernels read it without crossing the link. The worker owns a slot from the moment a plan lists it until
-it has answered; whatever happens to it, the step only waits a bounded time and loads on demand.
+into host memory (plans, and where the step is), copies parts of experts into reserved slots, and acknowledges each task
+by its tag. Tags are copied into device memory on the same stream, so a tag arrives behind its expert, and the step's
+kernels read it without crossing the link. The worker owns a slot from the moment a plan lists it until it has
+acknowledged the task; whatever happens to it, the step only waits a bounded time and loads on demand.
 """
 
 from __future__ import annotations
 
-import ctypes
-import enum
-from dataclasses import dataclass
 from typing import no_type_check
 
 import numpy as np
-from jaxtyping import Int64
 
-from pallas_kernels.plan_tasks import CONFIDENCE_UNIT
+from pallas_kernels.plan_tasks import (
+    CHECK,
+    CONFIDENCE,
+    CONFIDENCE_UNIT,
+    DEADLINE,
+    FIRST_TASK,
+    KEY,
+    NUMBER,
+    SLOT,
+    TAG,
+)
 from pallas_kernels.slot_update import PROGRESS_UNIT, UNDER_WAY
-from seqmoe_jax.prefetch.compiled import address_of, call, compiled
-from seqmoe_jax.prefetch.schedule import next_average, select_moe_infinity, select_promoe, select_seqmoe
+from seqmoe_jax.prefetch.compiled import call, compiled, inlined, int32_at, int64_at
+from seqmoe_jax.prefetch.schedule import ALPHA, choose, next_average
+from seqmoe_jax.prefetch.tasks import add
 
-SCHEDULERS = {"seqmoe": 0, "moe-infinity": 1, "promoe": 2}
 PARTS_IN_FLIGHT = 2  # keeps the link busy while the end of a part is noticed; a miss waits for them
+TAG_BYTES = 4
+OUTBOX = 1024  # tags that may be on their way to the device; a handful are
+CLOCK_MONOTONIC = 1
 
+# What does not change while a worker runs.
+SETUP = np.dtype(
+    [
+        # Addresses of what it calls.
+        ("memcpy", "i8"),  # (destination, source, bytes, stream) -> status, to the device, asynchronous
+        ("event_record", "i8"),  # (event, stream) -> status
+        ("event_query", "i8"),  # (event) -> 0 when everything before it is done
+        ("clock_gettime", "i8"),  # (clock, timespec)
+        ("usleep", "i8"),  # (us)
+        # Addresses of memory of the host.
+        ("board", "i8"),  # int32, pinned; the step writes plans there
+        ("progress", "i8"),  # int32, pinned; the step writes its position there
+        ("tags", "i8"),  # int32[S], what was sent to the device last for each slot
+        ("outbox", "i8"),  # int32[OUTBOX], pinned; tags are sent from there
+        ("pools", "i8"),  # int64[L], addresses of the layers' experts
+        ("timespec", "i8"),  # int64[2], scratch
+        # And of the device.
+        ("blocks", "i8"),  # the slots
+        ("stream", "i8"),
+        ("even_event", "i8"),  # of parts sent
+        ("odd_event", "i8"),
+        ("room", "i8"),  # N, tasks of a plan
+        ("layers", "i8"),
+        ("experts", "i8"),
+        ("expert_bytes", "i8"),
+        ("part_bytes", "i8"),
+        ("scheduler", "i8"),
+    ],
+    align=True,
+)
 
-class Control(enum.IntEnum):
-    """Words that the owner writes and the worker reads, and one that it answers in."""
+# What the engine and its worker share.
+SHARED = np.dtype(
+    [
+        ("stop", "i8"),  # the engine: the thread is to end
+        ("pause", "i8"),  # the engine: nothing more is to be moved
+        ("idle", "i8"),  # the worker: nothing is in flight, and nothing will be until `pause` is lifted
+        ("device_tags", "i8"),  # the engine: address of the tags in device memory
+        ("tags_sent", "i8"),
+        ("transfer_ns", "f8"),  # of an expert, as measured
+        ("layer_ns", "f8"),  # of a layer
+        ("average", "f8"),  # budget of Algorithm 1: transfers per layer,
+        ("current", "f8"),  # and what this layer has left of it
+        # What the worker counts, in tasks but for `bytes`.
+        ("landed", "i8"),
+        ("given_up", "i8"),  # started and not completed
+        ("late", "i8"),  # never started
+        ("bytes", "i8"),  # moved, whether they landed or not
+        ("plans", "i8"),  # read
+        ("failed", "i8"),  # status of the copy that failed and ended the worker
+    ],
+    align=True,
+)
 
-    STOP = 0
-    PAUSE = 1
-    IDLE = 2  # the worker: nothing is under way, and nothing will be until PAUSE is lifted
-    DROP_EVERY = 3  # these three: `engines.base.Faults`
-    DELAY_NS = 4
-    THROTTLE_NS = 5
+# What the worker knows of the running step.
+STEP = np.dtype(
+    [
+        ("plan", "i8"),  # number of the plan read last
+        ("tasks", "i8"),  # of it that are left
+        ("word", "i8"),  # of progress, as read last
+        ("position", "i8"),
+        ("layer_began", "i8"),  # ns
+        ("missed", "i8"),  # whether this layer has loaded experts on demand
+        ("quiet_until", "i8"),  # ns; until then the link is left to the device
+    ],
+    align=True,
+)
 
-
-class Count(enum.IntEnum):
-    """What the worker counts."""
-
-    LANDED = 0
-    GIVEN_UP = 1  # started and not completed
-    LATE = 2  # never started
-    PLANS = 3
-    BYTES = 4  # moved, whether they landed or not
-    FAILED = 5  # status of the copy that failed, if one did
-    DROPPED = 6  # arrived, but given up for a test
-
-
-@dataclass(frozen=True, kw_only=True)
-class Calls:
-    """Addresses of what the worker calls: a copy to the device and how to know that it is done."""
-
-    copy: int  # (destination, source, bytes, stream) -> status, asynchronous
-    record: int  # (event, stream) -> status
-    query: int  # (event) -> 0 when everything before it is done
-
-    def addresses(self) -> Int64[np.ndarray, " 5"]:
-        """All that `work` calls, of the C library too: clock_gettime(clock, timespec) and usleep(us)."""
-        libc = ctypes.CDLL(None)
-        ours = [self.copy, self.record, self.query]
-        return np.array([*ours, address_of(libc.clock_gettime), address_of(libc.usleep)], np.int64)
-
-
-# Compiled code takes plain integers for constants.
-STOP, PAUSE, IDLE, DROP_EVERY, DELAY, THROTTLE = (int(word) for word in Control)
-LANDED, GIVEN_UP, LATE, PLANS, MOVED, FAILED, DROPPED = (int(word) for word in Count)
+# The transfer in flight. Parts complete in order, so counting them says which bytes have arrived.
+TRANSFER = np.dtype(
+    [
+        ("tag", "i8"),  # 0: there is none
+        ("slot", "i8"),
+        ("deadline", "i8"),
+        ("sent", "i8"),  # bytes
+        ("source", "i8"),  # addresses
+        ("target", "i8"),
+        ("parts_sent", "i8"),
+        ("parts_done", "i8"),
+        ("began", "i8"),  # ns
+        ("stalled", "i8"),  # whether it was interrupted by a miss
+    ],
+    align=True,
+)
 
 
 @compiled
 @no_type_check
-def read_plan(board, tasks, number, key, confidence, deadline, slot, tag):
-    """The plan on the board, sorted by deadline; -1 where it is being written."""
-    words = 5 * tasks + 1
-    check = np.int32(number)
-    for i in range(words):
-        check = np.int32(check + board[1 + i])
-    if check != board[1 + words] or board[0] != number:
-        return -1
-    n = 0
-    for i in range(tasks):
-        k = board[2 + i]
-        if k < 0:
+def work(setup, shared, step, transfer, tasks):
+    """Until `shared.stop` is set or a copy fails."""
+    board, progress = int32_at(setup.board), int32_at(setup.progress)
+    while shared.stop == 0:
+        now = nanoseconds(setup)
+        note_parts(setup, shared, transfer)
+        if shared.pause != 0:
+            rest(setup, shared, step, transfer)
             continue
-        c, d = board[2 + tasks + i] / CONFIDENCE_UNIT, board[2 + 2 * tasks + i]
-        at = n
-        while at > 0 and deadline[at - 1] > d:
-            key[at], confidence[at], deadline[at] = key[at - 1], confidence[at - 1], deadline[at - 1]
-            slot[at], tag[at] = slot[at - 1], tag[at - 1]
-            at -= 1
-        key[at], confidence[at], deadline[at] = k, c, d
-        slot[at], tag[at] = board[2 + 3 * tasks + i], board[2 + 4 * tasks + i]
-        n += 1
-    return n
+        shared.idle = 0
+        if progress[0] != step.word:
+            follow_step(setup, shared, step, progress[0], now)
+        if board[NUMBER] != step.plan:
+            read_board(setup, shared, step, tasks)
+        if transfer.tag > 0:
+            status = advance(setup, shared, step, transfer, now)
+            if status != 0:
+                shared.failed = status
+                return
+        if transfer.tag == 0 and step.tasks > 0:
+            prune(setup, shared, step, tasks)
+            if now >= step.quiet_until and begin_next(setup, shared, step, transfer, tasks, now):
+                continue
+        if transfer.tag == 0 or now < step.quiet_until:
+            call(setup.usleep, (2,))  # else it polls, or the link would run dry between two parts
 
 
-@compiled
+@inlined
 @no_type_check
-def answer(landed, slot, value, letters, post, functions, stream):
-    """Notes what has become of a slot's task, and sends it to the device behind everything sent before."""
-    landed[slot] = value
-    letter = post[2] % letters.size
-    letters[letter] = value
-    post[2] += 1
-    return call(functions[0], (post[0] + 4 * slot, post[1] + 4 * letter, np.int64(4), stream))
+def nanoseconds(setup):
+    call(setup.clock_gettime, (CLOCK_MONOTONIC, setup.timespec))
+    timespec = int64_at(setup.timespec)
+    return timespec[0] * 1_000_000_000 + timespec[1]
 
 
-@compiled
+@inlined
 @no_type_check
-def work(
-    board, progress, landed, letters, post, control, counts, rates, budget, pools, blocks, sizes, stream, events,
-    scheduler, functions
-):  # fmt: skip
-    # sizes: tasks, experts, bytes of an expert, bytes of a part, layers. rates: ns of an expert, ns of a layer.
-    # post: addresses of the device's `landed` and of the letters (pinned, answers are sent from them); answers sent.
-    copy, record, query, clock_gettime, nap = functions[0], functions[1], functions[2], functions[3], functions[4]
-    tasks, experts, whole, part, layers = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]
-    key, deadline = np.empty(tasks, np.int64), np.empty(tasks, np.int64)
-    slot, tag = np.empty(tasks, np.int64), np.empty(tasks, np.int64)
-    confidence, saving, kept = np.empty(tasks), np.empty(tasks), np.empty(tasks, np.int64)
-    timespec = np.zeros(2, np.int64)
-    part_size, part_order = np.zeros(2, np.int64), 0
-    n, last_plan, last_progress, clock = 0, np.int32(0), np.int32(-1), np.int64(-1)
-    f_key, f_slot, f_tag, f_deadline = np.int64(-1), np.int64(-1), np.int64(0), np.int64(0)
-    sent, done, flying, stalled, told = np.int64(0), np.int64(0), 0, False, False
-    began, quiet_until, layer_began, not_before, arrived = 0, 0, 0, 0, np.int64(0)
-    missed = False
-    while control[STOP] == 0:
-        call(clock_gettime, (1, timespec.ctypes.data))
-        now = timespec[0] * 1_000_000_000 + timespec[1]
+def event_of(setup, part):
+    return setup.odd_event if part % 2 else setup.even_event
 
-        while flying > 0 and call(query, (events[part_order % 2],)) == 0:
-            done += part_size[part_order % 2]
-            counts[MOVED] += part_size[part_order % 2]
-            part_order += 1
-            flying -= 1
 
-        if control[PAUSE] != 0:
-            if flying == 0:
-                if f_tag > 0:
-                    answer(landed, f_slot, -f_tag, letters, post, functions, stream)
-                    counts[GIVEN_UP] += 1
-                    f_tag = 0
-                n, last_plan = 0, board[0]
-                control[IDLE] = 1
-            call(nap, (20,))
+@inlined
+@no_type_check
+def note_parts(setup, shared, transfer):
+    """Notes which parts have arrived."""
+    while (
+        transfer.parts_done < transfer.parts_sent
+        and call(setup.event_query, (event_of(setup, transfer.parts_done),)) == 0
+    ):
+        shared.bytes += min(setup.part_bytes, setup.expert_bytes - transfer.parts_done * setup.part_bytes)
+        transfer.parts_done += 1
+
+
+@inlined
+@no_type_check
+def rest(setup, shared, step, transfer):
+    """Gives up the transfer and forgets the plan, once no part is in flight any more."""
+    if transfer.parts_done == transfer.parts_sent:
+        if transfer.tag > 0:
+            give_up(setup, shared, transfer)
+        step.tasks, step.plan = 0, int32_at(setup.board)[NUMBER]
+        shared.idle = 1
+    call(setup.usleep, (20,))
+
+
+@inlined
+@no_type_check
+def follow_step(setup, shared, step, word, now):
+    """Where the step is: the budget and the time of a layer follow from it, and a miss has the link for itself."""
+    position, misses = np.int64(word // PROGRESS_UNIT), word % PROGRESS_UNIT
+    if position != step.position:
+        if position == step.position + 1 and step.missed == 0:
+            shared.layer_ns += 0.05 * (min(now - step.layer_began, 4 * shared.layer_ns) - shared.layer_ns)
+        for _ in range(min(position - step.position, setup.layers)):
+            shared.average = next_average(shared.average, shared.current, ALPHA, step.tasks == 0)
+            shared.current = shared.average
+        step.position, step.layer_began, step.missed, step.quiet_until = position, now, 0, 0
+    if misses > 0:
+        # The device is loading these itself: leave it the link.
+        step.missed = 1
+        step.quiet_until = now + np.int64(0.95 * misses * shared.transfer_ns)
+    step.word = word
+
+
+@inlined
+@no_type_check
+def read_board(setup, shared, step, tasks):
+    """Takes a new plan in the place of the one before; not while it is being written."""
+    board, room, total = int32_at(setup.board), setup.room, np.int32(0)
+    number = board[NUMBER]
+    for i in range(FIRST_TASK + 5 * room):
+        if i != CHECK:
+            total = np.int32(total + board[i])
+    if total != board[CHECK] or board[NUMBER] != number:
+        return
+    size = 0
+    for i in range(FIRST_TASK, FIRST_TASK + room):
+        if board[i + KEY * room] >= 0:
+            confidence = board[i + CONFIDENCE * room] / CONFIDENCE_UNIT
+            deadline, slot, tag = board[i + DEADLINE * room], board[i + SLOT * room], board[i + TAG * room]
+            size = add(tasks, size, board[i + KEY * room], confidence, deadline, slot, tag)
+    step.tasks, step.plan = size, number
+    shared.plans += 1
+
+
+@inlined
+@no_type_check
+def advance(setup, shared, step, transfer, now):
+    """Completes the transfer, gives it up, waits, or sends its next part. Returns the status of what it called."""
+    complete, in_flight = transfer.sent == setup.expert_bytes, transfer.parts_sent - transfer.parts_done
+    if complete and in_flight == 0:
+        if transfer.stalled == 0:
+            shared.transfer_ns += 0.1 * (min(now - transfer.began, 2 * shared.transfer_ns) - shared.transfer_ns)
+        shared.landed += 1
+        transfer.tag = 0
+    elif step.position > transfer.deadline and not complete:
+        # Its layer has run without it. What is in flight must end before the slot is given back.
+        if in_flight == 0:
+            give_up(setup, shared, transfer)
+    elif now < step.quiet_until:
+        transfer.stalled = 1
+    elif in_flight < PARTS_IN_FLIGHT and not complete:
+        return send_part(setup, shared, transfer)
+    return 0
+
+
+@inlined
+@no_type_check
+def send_part(setup, shared, transfer):
+    """The next part; behind the last one the tag."""
+    size = min(setup.part_bytes, setup.expert_bytes - transfer.sent)
+    status = call(setup.memcpy, (transfer.target + transfer.sent, transfer.source + transfer.sent, size, setup.stream))
+    if status == 0:
+        status = call(setup.event_record, (event_of(setup, transfer.parts_sent), setup.stream))
+    if status != 0:
+        return status
+    transfer.sent += size
+    transfer.parts_sent += 1
+    if transfer.sent == setup.expert_bytes:
+        acknowledge(setup, shared, transfer.slot, transfer.tag)
+    return 0
+
+
+@inlined
+@no_type_check
+def give_up(setup, shared, transfer):
+    acknowledge(setup, shared, transfer.slot, -transfer.tag)
+    shared.given_up += 1
+    transfer.tag = 0
+
+
+@inlined
+@no_type_check
+def prune(setup, shared, step, tasks):
+    """Gives up what cannot be in time any more, or is not wanted; forgets what has been acknowledged."""
+    left = 0
+    for i in range(step.tasks):
+        task = tasks[i]
+        if abs(int32_at(setup.tags)[task.slot]) == task.tag:
             continue
-        control[IDLE] = 0
+        if task.deadline <= step.position or task.confidence <= 0:
+            acknowledge(setup, shared, task.slot, -task.tag)
+            shared.late += 1
+            continue
+        tasks[left] = task
+        left += 1
+    step.tasks = left
 
-        word = progress[0]
-        if word != last_progress:
-            position, misses = np.int64(word // PROGRESS_UNIT), word % PROGRESS_UNIT
-            if position != clock:
-                if position == clock + 1 and not missed:
-                    rates[1] += 0.05 * (min(now - layer_began, 4 * rates[1]) - rates[1])
-                for _ in range(min(position - clock, layers)):
-                    budget[0] = next_average(budget[0], budget[1], 0.1, n == 0)
-                    budget[1] = budget[0]
-                clock, layer_began, missed = position, now, False
-                quiet_until = 0
-            if misses > 0:
-                # The device is loading these itself: leave it the link.
-                missed = True
-                quiet_until = now + np.int64(0.95 * misses * rates[0])
-            last_progress = word
 
-        number = board[0]
-        if number != last_plan:
-            read = read_plan(board, tasks, number, key, confidence, deadline, slot, tag)
-            if read >= 0:
-                n, last_plan = read, number
-                counts[PLANS] += 1
+@inlined
+@no_type_check
+def begin_next(setup, shared, step, transfer, tasks, now):
+    """Whether there is a next transfer; its tag is announced as under way."""
+    cost = shared.transfer_ns / shared.layer_ns
+    at = choose(setup.scheduler, tasks, step.tasks, step.position, cost, shared.average, shared.current, setup.layers)
+    if at < 0:
+        return False
+    task = tasks[at]
+    transfer.slot, transfer.tag, transfer.deadline = task.slot, task.tag, task.deadline
+    layer, expert = task.key // setup.experts, task.key % setup.experts
+    transfer.source = int64_at(setup.pools)[layer] + expert * setup.expert_bytes
+    transfer.target = setup.blocks + task.slot * setup.expert_bytes
+    transfer.sent, transfer.parts_sent, transfer.parts_done = 0, 0, 0
+    transfer.began, transfer.stalled = now, 0
+    acknowledge(setup, shared, transfer.slot, transfer.tag + UNDER_WAY)
+    shared.current -= 1
+    return True
 
-        if f_tag > 0:
-            if done == whole:
-                if arrived == 0:
-                    arrived = now
-                    if not stalled:
-                        rates[0] += 0.1 * (min(now - began, 2 * rates[0]) - rates[0])
-                if now - arrived >= control[DELAY]:
-                    order = counts[LANDED] + counts[DROPPED] + 1
-                    drop = not told and control[DROP_EVERY] > 0 and order % control[DROP_EVERY] == 0
-                    counts[DROPPED if drop else LANDED] += 1
-                    if not told:
-                        answer(landed, f_slot, -f_tag if drop else f_tag, letters, post, functions, stream)
-                    f_tag = 0
-            elif clock > f_deadline and not told:
-                # Its layer has run without it. What is in flight must end before the slot is given back.
-                if flying == 0:
-                    answer(landed, f_slot, -f_tag, letters, post, functions, stream)
-                    counts[GIVEN_UP] += 1
-                    f_tag = 0
-            elif now < quiet_until:
-                stalled = True
-            elif flying < PARTS_IN_FLIGHT and sent < whole and now >= not_before:
-                size = min(part, whole - sent)
-                source = pools[f_key // experts] + (f_key % experts) * whole + sent
-                status = call(copy, (blocks + f_slot * whole + sent, source, size, stream))
-                event = (part_order + flying) % 2
-                if status == 0:
-                    status = call(record, (events[event], stream))
-                if status != 0:
-                    counts[FAILED] = status
-                    return
-                part_size[event] = size
-                sent += size
-                flying += 1
-                if sent == whole and control[DELAY] == 0 and control[DROP_EVERY] == 0:
-                    answer(landed, f_slot, f_tag, letters, post, functions, stream)
-                    told = True
-                not_before = now + control[THROTTLE]
 
-        if f_tag == 0 and n > 0:
-            # Answer what cannot be in time any more, or is not wanted; forget what has been answered.
-            m = 0
-            for i in range(n):
-                if abs(landed[slot[i]]) == tag[i]:
-                    continue
-                if deadline[i] <= clock or confidence[i] <= 0:
-                    answer(landed, slot[i], -tag[i], letters, post, functions, stream)
-                    counts[LATE] += 1
-                    continue
-                key[m], confidence[m], deadline[m] = key[i], confidence[i], deadline[i]
-                slot[m], tag[m] = slot[i], tag[i]
-                m += 1
-            n = m
-            if n > 0 and now >= quiet_until:
-                cost = rates[0] / rates[1]
-                for i in range(n):
-                    saving[i] = confidence[i] * min(1.0, (deadline[i] - clock) / cost)
-                if scheduler == 0:
-                    at = select_seqmoe(saving, deadline, n, clock, clock, budget[1], budget[0], kept)
-                elif scheduler == 1:
-                    at = select_moe_infinity(confidence, deadline, n, clock, clock, layers)
-                else:
-                    at = select_promoe(confidence, deadline, n, clock)
-                if at >= 0:
-                    f_key, f_slot, f_tag, f_deadline = key[at], slot[at], tag[at], deadline[at]
-                    answer(landed, f_slot, f_tag + UNDER_WAY, letters, post, functions, stream)
-                    sent, done, flying, stalled, told = np.int64(0), np.int64(0), 0, False, False
-                    arrived, began = np.int64(0), now
-                    budget[1] -= 1
-                    continue
-        if f_tag == 0 or now < quiet_until:
-            call(nap, (2,))  # else it polls, or the link would run dry between two parts
+@inlined
+@no_type_check
+def acknowledge(setup, shared, slot, value):
+    """Sends a slot's tag to the device, behind everything sent before: negative where the task is given up."""
+    place = shared.tags_sent % OUTBOX
+    int32_at(setup.tags)[slot] = int32_at(setup.outbox)[place] = value
+    shared.tags_sent += 1
+    target, source = shared.device_tags + TAG_BYTES * slot, setup.outbox + TAG_BYTES * place
+    call(setup.memcpy, (target, source, np.int64(TAG_BYTES), setup.stream))

@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
 from pallas_kernels.layout import ExpertLayout
 from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.host_memory import host_view
 from seqmoe_jax.prefetch.cuda import CopyStream
-from seqmoe_jax.prefetch.engine import host_view
 
 log = logging.getLogger("seqmoe_jax")
 

@@ -56,13 +56,13 @@ def test_a_plan_for_the_coming_step_names_of_hashed_layers_what_it_routes_and_no
         EngineOptions(residency=0.7, transfers="device_put", threshold=0.01),
         predictor=untrained_predictor(model),
     )
-    plans, tell = [], engine.transfers.tell
+    plans, deliver = [], engine.transfers.deliver
 
     def listen(tasks, clock):
         plans.append(np.array(tasks))
-        tell(tasks, clock)
+        deliver(tasks, clock)
 
-    monkeypatch.setattr(engine.transfers, "tell", listen)
+    monkeypatch.setattr(engine.transfers, "deliver", listen)
     tokens = [event.token for event in engine.run([PROMPT], max_new_tokens=NEW)]
     engine.close()
     [(ids, _)] = engine.routing([PROMPT + tokens])

@@ -21,7 +21,7 @@ CONFIG = PlanConfig(layers=LAYERS, experts=EXPERTS, tasks=5, threshold=0.2, keep
 @partial(jax.jit, static_argnames=("first_layer", "implementation", "config"))
 def planned(tables, listed, chance, score, base, tag, rho, first_layer=0, implementation="xla", config=CONFIG):
     return plan_tasks(
-        tables, listed, chance, score, base=base, next_tag=tag, transfer_layers=rho, first_layer=first_layer,
+        tables, listed, chance, score, base=base, next_tag=tag, transfer_cost=rho, first_layer=first_layer,
         config=config, implementation=implementation, interpret=implementation != "xla",
     )  # fmt: skip
 
@@ -167,7 +167,7 @@ def test_the_kernel_does_the_same_in_any_history():
 def test_only_the_kernel_writes_to_a_board():
     tables = resident(0)
     arguments = (tables, jnp.full(5, -1, jnp.int32), jnp.zeros((1, KEYS)), jnp.ones((2, KEYS), jnp.int32))
-    rest = dict(base=jnp.int32(0), next_tag=jnp.int32(0), transfer_layers=jnp.float32(1), first_layer=0, config=CONFIG)
+    rest = dict(base=jnp.int32(0), next_tag=jnp.int32(0), transfer_cost=jnp.float32(1), first_layer=0, config=CONFIG)
     with pytest.raises(ValueError, match="only the kernel for GPUs writes to a board"):
         plan_tasks(*arguments, **rest, board=jnp.zeros(99, jnp.int32), implementation="xla")
     with pytest.raises(ValueError, match="the board needs 28 words, got 27"):
@@ -184,7 +184,7 @@ def test_it_lowers_for_cuda(layers, experts, slots, steps):
         keys = layers * experts
         return plan_tasks(
             tables, jnp.full(8, -1, jnp.int32), jnp.zeros((steps, keys)), jnp.ones((2, keys), jnp.int32),
-            base=jnp.int32(0), next_tag=jnp.int32(0), transfer_layers=jnp.float32(1), first_layer=layers // 2,
+            base=jnp.int32(0), next_tag=jnp.int32(0), transfer_cost=jnp.float32(1), first_layer=layers // 2,
             config=config, board=board, implementation="gpu",
         )  # fmt: skip
 

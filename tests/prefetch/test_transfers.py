@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels.plan_tasks import DEADLINE, KEY
+from scripts.checks.faults import Faults, injected
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.slots import SlotState, check_invariants
 from seqmoe_jax.forecast import forecaster
 from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.prefetch.device_put import DevicePut
-from seqmoe_jax.prefetch.engine import Faults
 from seqmoe_jax.testing import tiny_model, untrained_predictor
 
 pytest.importorskip("flax.nnx")
@@ -65,9 +65,9 @@ def test_tokens_are_those_of_full_load(engine, full_load):
         assert stats.forecast == "untrained"
     assert generate(engine, PROMPTS) == full_load["batch"]
     if engine.transfers_name != "none":
-        moved = engine.transfers.moved()
-        assert moved.landed >= engine.last_stats.experts_prefetched > 0
-        assert moved.bytes >= moved.landed * engine.config.layout.block_bytes
+        counts = engine.transfers.counts()
+        assert counts.landed >= engine.last_stats.experts_prefetched > 0
+        assert counts.bytes >= counts.landed * engine.config.layout.block_bytes
 
 
 def test_tasks_have_deadlines_in_all_steps_that_are_planned_for(engine, monkeypatch):
@@ -104,13 +104,11 @@ def test_routing_may_be_read_after_a_request(engine, model):
 
 
 def test_faults_of_the_link_cost_no_token(engine, full_load):
-    transfers = engine.transfers
-    if transfers is None:
+    if engine.transfers is None:
         pytest.skip("moves nothing")
-    transfers.inject(Faults(drop_every=3, delay_s=0.002, throttle_s=0.004))
-    assert generate(engine, PROMPTS[:1]) == full_load["single"]
-    assert transfers.moved().dropped > 0
-    transfers.inject(Faults())
+    with injected(engine.transfers, Faults(drop_every=3, delay_s=0.002, throttle_s=0.004)) as faults:
+        assert generate(engine, PROMPTS[:1]) == full_load["single"]
+    assert faults.dropped > 0
 
 
 def test_a_worker_that_dies_costs_no_token_and_is_reported(model, predictor, full_load):
@@ -121,12 +119,12 @@ def test_a_worker_that_dies_costs_no_token_and_is_reported(model, predictor, ful
     )
     run = engine.run(PROMPTS[:1], max_new_tokens=NEW)
     tokens = [next(run).token for _ in range(5)]
-    engine.transfers.kill()
-    tokens += [event.token for event in run]
-    assert [tokens] == full_load["single"]
-    begun = time.perf_counter()
-    while (fault := engine.transfers.fault()) is None and time.perf_counter() - begun < 5:
-        time.sleep(0.01)
+    with injected(engine.transfers, Faults(broken=True)):
+        tokens += [event.token for event in run]
+        assert [tokens] == full_load["single"]
+        begun = time.perf_counter()
+        while (fault := engine.transfers.fault()) is None and time.perf_counter() - begun < 5:
+            time.sleep(0.01)
     assert "stopped" in fault
     assert generate(engine, PROMPTS[:1]) == full_load["single"]
     engine.close()
@@ -138,7 +136,7 @@ def test_a_worker_that_dies_costs_no_token_and_is_reported(model, predictor, ful
         (dict(transfers="warp"), "expected one of auto, none, device_put, callback, dma"),
         (dict(transfers="device_put"), "need policy seqmoe and a predictor"),
         (dict(transfers="device_put", policy="lru"), "need policy seqmoe and a predictor"),
-        (dict(steps_ahead=0), "planned for at least 1 step, got 0"),
+        (dict(steps_ahead=0), "planned for at least 1 step, got steps_ahead=0"),
     ],
 )
 def test_an_engine_that_cannot_work_is_refused(model, options, message):
