@@ -22,7 +22,6 @@ from seqmoe_jax.decode.step import RUNNING, Offload, Replay, Sequences, StepConf
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.cache import PINNED, CacheConfig, empty_cache, keep, rescore, settled
 from seqmoe_jax.experts.policy import check_policy, rule_of
-from seqmoe_jax.forecast import inference as plain
 from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, make_plan, parse_bytes
 from seqmoe_jax.models.fused import DecodeKernels, unfit
 from seqmoe_jax.models.model import Model as Model
@@ -31,9 +30,11 @@ from seqmoe_jax.models.weights import ModelWeights
 from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.prefetch.engine import Moved
 from seqmoe_jax.prefetch.factory import make_transfers
+from seqmoe_jax.prefill.lengths import capacity_of
 from seqmoe_jax.prefill.programs import first_token
-from seqmoe_jax.prefill.reader import KeptRouting, PromptReader, ReadPrompts, capacity_of, check_prompts
+from seqmoe_jax.prefill.reader import PromptReader
 from seqmoe_jax.programs import Programs
+from seqmoe_jax.prompts import check_prompts
 from seqmoe_jax.sampling import SamplingConfig, SamplingParams
 from seqmoe_jax.stats import Counts, Stats
 
@@ -117,8 +118,8 @@ class TokenEngine:
         if self._plan_config is not None:
             self.config = replace(self.config, tasks=self._plan_config.tasks)
         self._reader = PromptReader(
-            model, self.config, policy=self.policy, predictor=self.predictor, replay=replay, device=self.device,
-            stream=False,
+            model, self.config, self.programs, policy=self.policy, predictor=self.predictor, replay=replay,
+            device=self.device,
         )  # fmt: skip
         self._lock = threading.Lock()
         self.last_stats = Stats()
@@ -155,7 +156,6 @@ class TokenEngine:
         if self._transfers is not None:
             self._transfers.close()
             self._transfers = None
-        self._reader.close()
 
     def run(
         self,
@@ -194,11 +194,11 @@ class TokenEngine:
         self.check(sequences, just_one)
         batch = 1 << (len(sequences) - 1).bit_length()
         capacity = capacity_of([*map(len, sequences)], just_one, batch)
-        kept = KeptRouting(self.model.spec, [*map(len, sequences)])
         with self._lock:
-            self._begin(batch)
-            self._reader.read(sequences, batch, capacity, just_one, self._offload, self.programs.get, self._hold, kept)
-        return kept.by_sequence
+            self._begin()
+            return self._reader.routing(
+                sequences, batch=batch, capacity=capacity, offload=self._offload, hold=self._hold
+            )
 
     def _new_offload(self) -> Offload:
         """An empty cache, or one that holds what its policy keeps from the start."""
@@ -251,7 +251,7 @@ class TokenEngine:
         before = self._moved()
 
         capacity = capacity_of([*map(len, prompts)], max_new_tokens, batch)
-        sequences, first, read = self._prefill(prompts, batch, capacity, max_new_tokens, params, ends, config)
+        sequences, first = self._prefill(prompts, batch, capacity, max_new_tokens, params, ends, config)
         alive = [True] * count
 
         def events(output: StepOutput, counts: Counts) -> Iterator[TokenEvent]:
@@ -279,7 +279,6 @@ class TokenEngine:
             if engine is not None:
                 engine.start(self._offload.cache.blocks)
             stats.ttft_s = time.perf_counter() - started - (self.programs.compile_s - compiled_before)
-            self._reader.observe(read.tally, stats.prompt_tokens)
             yield from events(first, prefill)
             if not any(alive):
                 return
@@ -310,7 +309,7 @@ class TokenEngine:
             if engine is not None:
                 engine.pause()
             stats.compile_s = self.programs.compile_s - compiled_before
-            stats.count(prefill, decode, read.streamed, self._moved().since(before), self.config.layout.block_bytes)
+            stats.count(prefill, decode, self._moved().since(before), self.config.layout.block_bytes)
 
     def _moved(self) -> Moved:
         """What the transfer engine has done so far."""
@@ -332,16 +331,12 @@ class TokenEngine:
             channel=getattr(engine, "channel", None),
         )
 
-    def _begin(self, batch: int) -> None:
-        """Prompts begin: no task is open any more (prefill may need every slot), and the predictor has seen nothing."""
+    def _begin(self) -> None:
+        """Prompts begin: no task is open any more, because prefill may need every slot."""
         if self._transfers is not None:
             jax.block_until_ready(self._offload.cache.tables)
             self._transfers.pause()
             self._offload = self._offload._replace(cache=settled(self._offload.cache))
-        if self.predictor is not None:
-            dtype = self.predictor.weights["in_proj"].dtype
-            state = jax.device_put(plain.init_state(self.predictor.config, batch, dtype), self.device)
-            self._offload = self._offload._replace(predictor=state)
 
     def _hold(self, offload: Offload) -> None:
         self._offload = offload
@@ -355,26 +350,27 @@ class TokenEngine:
         params: SamplingParams,
         ends: Array,
         config: StepConfig,
-    ) -> tuple[Sequences, StepOutput, ReadPrompts]:
+    ) -> tuple[Sequences, StepOutput]:
         """All prompts through all layers; samples the first new token of each."""
-        self._begin(batch)
-        read = self._reader.read(prompts, batch, capacity, max_new_tokens, self._offload, self.programs.get, self._hold)
+        self._begin()
+        sequences, reading = self._reader.read(
+            prompts, max_new_tokens, batch=batch, capacity=capacity, offload=self._offload, hold=self._hold
+        )
         if self.policy == "prefill-hot" and self.plan.slots < self.model.spec.num_keys:
-            self._keep_most_used(np.asarray(read.tally.tokens_of))
+            self._keep_most_used(np.asarray(reading.counts.tokens_per_expert))
         predictor = None if self.predictor is None else self.predictor.weights
-        args = (read.sequences, self._offload, read.last, self.model.weights, params, ends, read.tally.counts,
-                read.pending, predictor, self.replay)  # fmt: skip
+        args = (sequences, self._offload, reading, self.model.weights, params, ends, predictor, self.replay)
         program = self.programs.get(
             ("first", batch, capacity, ends.shape[0], config.greedy), "sampling", first_token, *args, config=config
         )
         sequences, self._offload, output = program(*args)
-        return sequences, output, read
+        return sequences, output
 
-    def _keep_most_used(self, tokens_of: np.ndarray) -> None:
+    def _keep_most_used(self, tokens_per_expert: np.ndarray) -> None:
         """Policy prefill-hot: loads what the prompt used most and is not there yet, and fixes it."""
         room = self.plan.slots - least_slots(self.model.spec, self.max_batch)
         wanted = np.zeros(self.model.spec.num_keys, bool)
-        wanted[np.argsort(-tokens_of.reshape(-1), kind="stable")[:room]] = True
+        wanted[np.argsort(-tokens_per_expert.reshape(-1), kind="stable")[:room]] = True
         self._keep(wanted)
 
     def _keep(self, wanted: np.ndarray) -> None:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Float32, Int, Key
+from jaxtyping import Array, Float, Float32, Int, UInt32
 
 from seqmoe_jax.errors import ConfigError
 
@@ -60,7 +59,7 @@ class SamplingParams(NamedTuple):
     top_k: Int[Array, " B"]
     top_p: Float32[Array, " B"]
     min_p: Float32[Array, " B"]
-    key: Key[Array, " B"]
+    seed: UInt32[Array, " B"]
 
     @classmethod
     def of(cls, configs: Sequence[SamplingConfig], batch: int) -> SamplingParams:
@@ -76,7 +75,7 @@ class SamplingParams(NamedTuple):
             top_k=jnp.asarray([config.top_k for config in configs], jnp.int32),
             top_p=jnp.asarray([config.top_p for config in configs], jnp.float32),
             min_p=jnp.asarray([config.min_p for config in configs], jnp.float32),
-            key=jax.vmap(jax.random.key)(np.asarray([config.seed for config in configs], np.uint32)),
+            seed=jnp.asarray([config.seed for config in configs], jnp.uint32),
         )
 
 
@@ -110,5 +109,5 @@ def filter_logits(logits: Float32[Array, "B V"], params: SamplingParams) -> Floa
 
 def sample(logits: Float[Array, "B V"], params: SamplingParams, positions: Int[Array, " B"]) -> Int[Array, " B"]:
     """One draw per sequence; `positions` are those of the tokens drawn."""
-    keys = jax.vmap(jax.random.fold_in)(params.key, positions)
+    keys = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(params.seed), positions)
     return jax.vmap(jax.random.categorical)(keys, filter_logits(logits.astype(jnp.float32), params)).astype(jnp.int32)
