@@ -22,7 +22,7 @@ from seqmoe_jax.decode.step import RUNNING, Offload, Replay, Sequences, StepConf
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.cache import PINNED, CacheConfig, empty_cache, keep, rescore, settled
 from seqmoe_jax.experts.policy import check_policy, rule_of
-from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, make_plan, parse_bytes
+from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, parse_bytes, plan_memory
 from seqmoe_jax.models.fused import DecodeKernels, unfit
 from seqmoe_jax.models.model import Model as Model
 from seqmoe_jax.models.model import Predictor as Predictor
@@ -83,7 +83,7 @@ class TokenEngine:
         self.context = min(options.context or DEFAULT_CONTEXT, spec.context)
         self.dtype = model.weights.embed.dtype
         self.device = next(iter(model.weights.embed.devices()))
-        self.plan: MemoryPlan = make_plan(
+        self.plan: MemoryPlan = plan_memory(
             spec,
             residency=options.residency,
             device_memory=None if options.device_memory is None else parse_bytes(options.device_memory),

@@ -1,4 +1,4 @@
-"""How many slots a model gets, and what the device must hold: weights, slots, KV, workspace. All sizes in bytes."""
+"""How many slots a model gets, and what the device must hold for it. All sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What a choice of slots, context and batch needs of device memory, in bytes."""
+    """What a choice of slots, context and batch needs of device memory."""
 
     slots: int
-    residency: float
-    dense: int
+    residency: float  # slots / experts of all layers
+    dense: int  # all weights but the experts'
     slot_cache: int
-    kv: int
+    kv: int  # what the mixers keep of the sequences' past
     workspace: int
-    forecast: int = 0
+    forecast: int = 0  # the predictor's weights
 
     @property
     def total(self) -> int:
@@ -47,7 +47,7 @@ class MemoryPlan:
 
 
 def parse_bytes(text: str | int) -> int:
-    """`"12GiB"`, `"800MB"`, `12_000_000_000` -> bytes. Raises `ConfigError`."""
+    """The bytes that `"12GiB"`, `"800MB"` or `12_000_000_000` mean. Raises `ConfigError`."""
     if isinstance(text, int):
         return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
@@ -57,23 +57,23 @@ def parse_bytes(text: str | int) -> int:
 
 
 def least_slots(spec: ModelSpec, batch: int) -> int:
-    """The fewest slots that work: all experts that one layer of one step can need, min(B * K, E)."""
+    """The fewest slots that work: one layer of one step can need min(B * K, E) experts at once."""
     return min(batch * spec.moe.top_k, spec.moe.experts)
 
 
 def dense_bytes(spec: ModelSpec, activations: np.dtype | type) -> int:
-    """Everything but experts; `activations` is the dtype that it is held in where a tensor has none of its own."""
+    """The size of all weights but the experts'. Tensors without a dtype of their own are held in `activations`."""
     return sum(tensor.nbytes(np.dtype(activations)) for tensor in spec.tensors().values())
 
 
 def state_bytes(spec: ModelSpec, batch: int, context: int, activations: np.dtype | type) -> int:
-    """What the mixers keep of the sequences' past."""
+    """The size of what the mixers keep of the sequences' past."""
     init = partial(empty_sequences, spec=spec, batch=batch, capacity=kv_capacity(context), dtype=np.dtype(activations))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(init).states))
 
 
 def workspace_bytes(spec: ModelSpec, batch: int, context: int) -> int:
-    """Upper estimate of temporaries: a pass of prefill with the widest of its parts, or the logits."""
+    """An upper estimate of temporaries: those of a pass of prefill with the widest of its parts, or the logits."""
     moe, chunk = spec.moe, chunk_length(batch)
     tokens = batch * min(PASS_CHUNKS * chunk, -(-context // chunk) * chunk)
     rows = rows_per_block(tokens)
@@ -87,7 +87,7 @@ def workspace_bytes(spec: ModelSpec, batch: int, context: int) -> int:
     return max(grouped, mixing, 8 * batch * spec.vocab) + streams + routing + (64 << 20)
 
 
-def make_plan(
+def plan_memory(
     spec: ModelSpec,
     *,
     residency: Residency | None = None,
@@ -99,9 +99,9 @@ def make_plan(
     implementation: Implementation = "xla",
     forecast: int = 0,
 ) -> MemoryPlan:
-    """Slots from a residency, from a budget in bytes, or from what the device has `available`.
+    """Chooses slots by a residency, by a budget in bytes, or by what the device has `available`.
 
-    `forecast`: bytes of the predictor's weights.
+    `forecast` is the size of the predictor's weights. Without a residency and a limit every expert gets a slot.
     Raises `ResidencyError` where the residency is out of range, too small for K and B, or does not fit.
     """
     if residency is not None and device_memory is not None:

@@ -1,4 +1,4 @@
-"""Reading prompts in several passes: the tokens of full load, what the prompt used most stays, the predictor is warm."""
+"""Reading prompts in several passes: the tokens of full load, hot experts stay, the predictor is warm."""
 
 import gc
 import weakref
