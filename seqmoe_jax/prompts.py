@@ -13,7 +13,7 @@ from seqmoe_jax.options import MAX_BATCH
 def check_prompts(
     prompts: Sequence[Sequence[int]], new: Sequence[int], spec: ModelSpec, *, slots: int, context: int
 ) -> None:
-    """Raises `PromptError` or `ResidencyError` where these prompts, and `new` tokens after each, cannot be."""
+    """Raises `PromptError` or `ResidencyError` where these prompts, with `new` tokens after each, cannot be run."""
     if not 1 <= len(prompts) <= MAX_BATCH:
         raise PromptError(f"expected 1 to {MAX_BATCH} prompts at once, got {len(prompts)}")
     least = least_slots(spec, len(prompts))

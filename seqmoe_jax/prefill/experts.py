@@ -34,7 +34,7 @@ def rows_per_block(tokens: int) -> int:
 
 
 def count_tokens(ids: Int[Array, "T K"], experts: int) -> Int32[Array, " E"]:
-    """How many tokens are routed to each expert. Padding has ids of -1."""
+    """Counts the tokens that are routed to each expert. Padding has ids of -1."""
     return jnp.zeros(experts, jnp.int32).at[jnp.where(ids >= 0, ids, experts)].add(1, mode="drop")
 
 
@@ -46,7 +46,7 @@ def moe_prefill(
     moe_index: Int[Array, ""],
     config: CacheConfig,
 ) -> tuple[Float32[Array, "N M H"], Int32[Array, "T K"], SlotCache, Int32[Array, " 3"]]:
-    """The experts of one layer over all tokens of a pass.
+    """Runs the experts of one layer over all tokens of a pass.
 
     Returns the experts' outputs in blocks of rows, the row of every route in them (flat; -1 for padding), the cache,
     and the counts of distinct experts (routed, hits, misses).
@@ -85,7 +85,10 @@ def observe_prompt(
     config: CacheConfig,
     rule: PromptRule,
 ) -> tuple[SlotCache, Forecast]:
-    """The policy's scores of a layer's experts after `tokens` tokens of prompts; before its experts are moved."""
+    """Lets a prompt's use of a layer's experts enter their scores, before any of them is moved.
+
+    `tokens_per_expert`: how many of the `tokens` read so far used each expert.
+    """
     first_key = moe_index * config.experts
     if rule == "none" or not config.managed:
         return cache, forecast

@@ -52,12 +52,12 @@ class Reading(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A pass: P positions of every sequence."""
+    """The tokens of a pass: P positions of every sequence."""
 
     ids: Int32[Array, "B P"]
     positions: Int32[Array, "B P"]
     valid: Bool[Array, "B P"]
-    recorded: Recorded | None = None  # routing that is forced
+    recorded: Recorded | None = None  # forced routing (`replay`)
 
 
 class Stream(NamedTuple):
@@ -80,7 +80,7 @@ def begin_prompts(
     predictor: PredictorConfig | None,
     predictor_dtype: np.dtype | None,
 ) -> tuple[Sequences, Reading, dict[str, Any] | None]:
-    """Sequences of which nothing is read yet, and the predictor's state if there is one to read along.
+    """Makes sequences of which nothing is read yet, and the state of a predictor that reads along, if there is one.
 
     `remaining`: tokens that may follow each prompt; 0 for the padding of the batch, which is done from the start.
     """
@@ -105,7 +105,7 @@ def begin_pass(
     spec: ModelSpec,
     dtype: np.dtype,
 ) -> tuple[Stream, Tokens]:
-    """Embeddings of a pass that starts at position `start`."""
+    """Embeds a pass that starts at position `start`."""
     batch, length = ids.shape
     routes = (len(spec.moe_layers), batch, length, spec.moe.top_k)
     stream = Stream(
@@ -137,7 +137,7 @@ def route_chunk(
     layer: LayerSpec,
     width: int,
 ) -> tuple[Stream, State]:
-    """The mixer over a chunk, then the router; all of a layer that has no experts."""
+    """Runs a layer's mixer and router over a chunk; a layer that has no experts runs whole."""
     chunk = jax.tree.map(lambda array: _cut(array, start, width), tokens)
     x, state = block.mix(_cut(stream.x, start, width), state, chunk.positions, chunk.valid, weights, layer)
     if not isinstance(layer.mlp, MoESpec):
@@ -170,7 +170,7 @@ def apply_experts(
     config: CacheConfig,
     rule: PromptRule,
 ) -> tuple[SlotCache, Forecast, ExpertCounts, Float32[Array, "N M H"], Int32[Array, "BP K"]]:
-    """A layer's experts over a pass: see `moe_prefill`, for the last two results too."""
+    """Runs a layer's experts over a pass, after the policy has seen their use. See `moe_prefill` for the results."""
     x = normed.reshape(-1, normed.shape[-1])
     of_layer = ids[moe_index].reshape(x.shape[0], -1)
     tokens_per_expert = counts.tokens_per_expert[moe_index] + count_tokens(of_layer, config.experts)
@@ -193,7 +193,7 @@ def finish_chunk(
     layer: LayerSpec,
     width: int,
 ) -> Stream:
-    """A chunk's sums over its tokens' experts, and the shared expert, into the stream."""
+    """Adds the sums over the experts of a chunk's tokens, and the shared expert, to the stream."""
     batch, length, active = stream.ids.shape[1:]
     x = _cut(stream.x, start, width)
     normed, mixing = block.moe_input(x, weights, layer)
@@ -216,9 +216,9 @@ def end_pass(
     config: PredictorConfig | None,
     width: int,
 ) -> tuple[Float[Array, "B *S H"], Float32[Array, "B keys"] | None, dict[str, Any] | None]:
-    """Keeps the hidden states of last tokens that are in this pass; the predictor reads it in chunks of `width`.
+    """Keeps the hidden states of last tokens that are in this pass; the predictor reads the pass in chunks of `width`.
 
-    `routing` and `last`: see `Reading`.
+    Returns `last` and `routing` (see `Reading`) and the predictor's state.
     """
     batch, length = tokens.ids.shape
     index = lengths - 1 - tokens.positions[:, 0]

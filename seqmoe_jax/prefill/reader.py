@@ -1,4 +1,4 @@
-"""Reading prompts: the host's loop over passes, layers and chunks (paper 8.4)."""
+"""The host's loop that reads prompts: over passes, layers and chunks (paper 8.4)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Routing = tuple[Int32[np.ndarray, "T L K"], Float32[np.ndarray, "T L K"]]  # exp
 
 @dataclass(kw_only=True)
 class _State:
-    """Device state of a reading under way: what its programs consume and make anew."""
+    """Device state of a reading under way, which its programs donate and make anew."""
 
     sequences: Sequences
     layers: list[State]  # of the layers' mixers
@@ -47,7 +47,7 @@ class _State:
     capacity: int
 
     def update(self, **changes: Any) -> None:
-        """New parts of the offload state, whose old values were donated."""
+        """Replaces parts of the offload state, whose old values were donated."""
         self.offload = self.offload._replace(**changes)
         self.hold(self.offload)
 
@@ -84,9 +84,11 @@ class PromptReader:
         offload: Offload,
         hold: Hold,
     ) -> tuple[Sequences, Reading]:
-        """All prompts through all layers, with room for `capacity` positions: the prompts and what follows them.
+        """Takes all prompts through all layers. Returns their sequences and what was gathered while reading.
 
-        Donates `offload`; `hold` gets every new value of it at once, so that an interrupt finds a valid one.
+        batch: the prompts are padded to so many; `passes_of` and the programs depend on it.
+        capacity: positions that each sequence has room for (`lengths.capacity_of`).
+        offload: is donated; `hold` gets every new value of it at once, so that an interrupt finds a valid one.
         """
         state = self._begin(prompts, max_new_tokens, batch, capacity, offload, hold, self.predictor)
         weights, config = (None, None) if self.predictor is None else (self.predictor.weights, self.predictor.config)
@@ -104,7 +106,7 @@ class PromptReader:
     def routing(
         self, sequences: Sequence[Sequence[int]], *, batch: int, capacity: int, offload: Offload, hold: Hold
     ) -> list[Routing]:
-        """What every token of each sequence is routed to. The predictor reads nothing; otherwise as `read`."""
+        """Reads sequences for their routing alone: returns what every token is routed to. The predictor is left alone."""
         shape = len(self.model.spec.moe_layers), self.model.spec.moe.top_k
         kept = [(np.zeros((len(s), *shape), np.int32), np.zeros((len(s), *shape), np.float32)) for s in sequences]
         state = self._begin(sequences, [1] * len(sequences), batch, capacity, offload, hold, None)
@@ -149,7 +151,7 @@ class PromptReader:
         return state
 
     def _passes(self, prompts: Sequence[Sequence[int]], state: _State) -> Iterator[tuple[int, Stream, Tokens]]:
-        """Runs pass after pass through all layers: where it starts, what it leaves, and what it read."""
+        """Takes pass after pass through all layers. Yields the position where it starts, its stream and its tokens."""
         batch = state.lengths.shape[0]
         for start, length, chunks in passes_of(max(map(len, prompts)), batch):
             ids, valid = jax.device_put(_cut(prompts, start, length, batch), self.device)
