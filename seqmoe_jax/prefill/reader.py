@@ -106,7 +106,7 @@ class PromptReader:
     def routing(
         self, sequences: Sequence[Sequence[int]], *, batch: int, capacity: int, offload: Offload, hold: Hold
     ) -> list[Routing]:
-        """Reads sequences for their routing alone: returns what every token is routed to. The predictor is left alone."""
+        """Reads sequences for what every token of them is routed to. The predictor is left alone."""
         shape = len(self.model.spec.moe_layers), self.model.spec.moe.top_k
         kept = [(np.zeros((len(s), *shape), np.int32), np.zeros((len(s), *shape), np.float32)) for s in sequences]
         state = self._begin(sequences, [1] * len(sequences), batch, capacity, offload, hold, None)
