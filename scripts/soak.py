@@ -31,7 +31,7 @@ from seqmoe_jax.errors import SeqMoEError
 from seqmoe_jax.loading import find_and_load_predictor, load_model
 from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.prefetch.engine import ENGINES
-from seqmoe_jax.prefill.programs import bucket
+from seqmoe_jax.prefill.lengths import bucket
 from seqmoe_jax.sampling import SamplingConfig
 
 CONTEXT = 256  # positions, the least that is allocated: one set of programs serves every length

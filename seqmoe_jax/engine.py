@@ -16,20 +16,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.backend import resolve
 from seqmoe_jax.decode.loop import Lanes, TokenEvent, run_ahead
 from seqmoe_jax.decode.policy import decode_policy
 from seqmoe_jax.decode.replay import Replay
-from seqmoe_jax.decode.state import Offload, Sequences, StepOutput, empty_offload, empty_sequences
+from seqmoe_jax.decode.state import Offload, Sequences, StepOutput, empty_offload
 from seqmoe_jax.decode.step import StepConfig, jitted_step
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.cache import PINNED, CacheConfig, keep, rescore, settled
 from seqmoe_jax.experts.policy import check_policy, rule_of
-from seqmoe_jax.forecast import inference as plain
-from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, make_plan, parse_bytes
+from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, parse_bytes, plan_memory
 from seqmoe_jax.models.fused import DecodeKernels, unfit
 from seqmoe_jax.models.model import Model as Model
 from seqmoe_jax.models.model import Predictor as Predictor
@@ -37,9 +35,11 @@ from seqmoe_jax.models.weights import ModelWeights
 from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.prefetch.engine import TransferCounts
 from seqmoe_jax.prefetch.factory import make_transfers
+from seqmoe_jax.prefill.lengths import capacity_of
 from seqmoe_jax.prefill.programs import first_token
-from seqmoe_jax.prefill.reader import KeptRouting, PromptReader, ReadPrompts, capacity_of, check_prompts
+from seqmoe_jax.prefill.reader import PromptReader
 from seqmoe_jax.programs import Programs, shapes_of
+from seqmoe_jax.prompts import check_prompts
 from seqmoe_jax.sampling import SamplingConfig, SamplingParams
 from seqmoe_jax.stats import Counts, Stats
 
@@ -78,7 +78,7 @@ class TokenEngine:
         self.context = min(options.context or DEFAULT_CONTEXT, spec.context)
         self.dtype = model.weights.embed.dtype
         self.device = next(iter(model.weights.embed.devices()))
-        self.plan: MemoryPlan = make_plan(
+        self.plan: MemoryPlan = plan_memory(
             spec,
             residency=options.residency,
             device_memory=None if options.device_memory is None else parse_bytes(options.device_memory),
@@ -121,8 +121,8 @@ class TokenEngine:
             ahead=1 if self.transfers is None else self.transfers.ahead,
         )
         self._reader = PromptReader(
-            model, self.config, policy=self.policy, predictor=self.predictor, replay=replay, device=self.device,
-            stream=False,
+            model, self.config, self.programs, policy=self.policy, predictor=self.predictor, replay=replay,
+            device=self.device,
         )  # fmt: skip
         self._lock = threading.Lock()
         self.last_stats = Stats()
@@ -159,7 +159,6 @@ class TokenEngine:
         if self.transfers is not None:
             self.transfers.close()
             self.transfers = None
-        self._reader.close()
 
     def run(
         self,
@@ -198,11 +197,11 @@ class TokenEngine:
         self.check(sequences, just_one)
         batch = 1 << (len(sequences) - 1).bit_length()
         capacity = capacity_of([*map(len, sequences)], just_one, batch)
-        kept = KeptRouting(self.model.spec, [*map(len, sequences)])
         with self._lock:
-            self._begin(batch)
-            self._reader.read(sequences, batch, capacity, just_one, self._offload, self.programs.get, self._hold, kept)
-        return kept.by_sequence
+            self._begin()
+            return self._reader.routing(
+                sequences, batch=batch, capacity=capacity, offload=self._offload, hold=self._hold
+            )
 
     def _new_offload(self) -> Offload:
         """An empty cache, or one that holds what its policy keeps from the start."""
@@ -235,9 +234,9 @@ class TokenEngine:
         stats = self.last_stats = self._new_stats(sum(map(len, prompts)))
         prefill, decode, lanes = Counts(), Counts(), Lanes(len(prompts), batch)
         steps = max(max_new_tokens) - 1
-        self._begin(batch)
+        self._begin()
         program = self._step_program(batch, capacity, params, ends, config) if steps else None
-        sequences, first, read = self._prefill(prompts, batch, capacity, max_new_tokens, params, ends, config)
+        sequences, first = self._prefill(prompts, batch, capacity, max_new_tokens, params, ends, config)
         # Before the first token goes out, so that text is not held up right after it began.
         step = program() if program is not None else None
         engine = self.transfers
@@ -270,7 +269,7 @@ class TokenEngine:
             stats.new_tokens = lanes.tokens
             stats.compile_s = self.programs.compile_s - compiled_before
             moved = self._transferred().since(transferred_before)
-            stats.count(prefill, decode, read.streamed, moved, self.config.layout.block_bytes)
+            stats.count(prefill, decode, moved, self.config.layout.block_bytes)
 
     def _step_inputs(self, params: SamplingParams, ends: Array) -> tuple[Any, ...]:
         """The operands of a decode step, in its order, after the sequences."""
@@ -282,13 +281,11 @@ class TokenEngine:
         self, batch: int, capacity: int, params: SamplingParams, ends: Array, config: StepConfig
     ) -> Callable[[], jax.stages.Compiled]:
         """Begins to make the decode step; returns what waits for it. It is made while the prompt is read."""
-        empty = partial(empty_sequences, spec=self.model.spec, batch=batch, capacity=capacity, dtype=self.dtype)
-        here = SingleDeviceSharding(self.device)
-        sequences = jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=here), jax.eval_shape(empty)
-        )
+        sequences, predictor = self._reader.shapes(batch, capacity)
+        offload, *constant = self._step_inputs(params, ends)
+        operands = sequences, offload._replace(predictor=predictor), *constant
         key = ("step", batch, capacity, ends.shape[0], config.greedy)
-        what = (key, "the decode step", jitted_step, sequences, *shapes_of(self._step_inputs(params, ends)))
+        what = (key, "the decode step", jitted_step, *shapes_of(operands))
         self.programs.prepare(*what, config=config)
         return partial(self.programs.get, *what, config=config)
 
@@ -319,16 +316,12 @@ class TokenEngine:
             channel=None if self.transfers is None else self.transfers.channel,
         )
 
-    def _begin(self, batch: int) -> None:
-        """Prompts begin: no task is open any more (prefill may need every slot), and the predictor has seen nothing."""
+    def _begin(self) -> None:
+        """Prompts begin: no task is open any more, because prefill may need every slot."""
         if self.transfers is not None:
             jax.block_until_ready(self._offload.cache.tables)
             self.transfers.pause()
             self._offload = self._offload._replace(cache=settled(self._offload.cache))
-        if self.predictor is not None:
-            dtype = self.predictor.weights["in_proj"].dtype
-            state = jax.device_put(plain.init_state(self.predictor.config, batch, dtype), self.device)
-            self._offload = self._offload._replace(predictor=state)
 
     def _hold(self, offload: Offload) -> None:
         self._offload = offload
@@ -342,19 +335,20 @@ class TokenEngine:
         params: SamplingParams,
         ends: Array,
         config: StepConfig,
-    ) -> tuple[Sequences, StepOutput, ReadPrompts]:
+    ) -> tuple[Sequences, StepOutput]:
         """All prompts through all layers; samples the first new token of each."""
-        read = self._reader.read(prompts, batch, capacity, max_new_tokens, self._offload, self.programs.get, self._hold)
+        sequences, reading = self._reader.read(
+            prompts, max_new_tokens, batch=batch, capacity=capacity, offload=self._offload, hold=self._hold
+        )
         if self.policy == "prefill-hot" and self.plan.slots < self.model.spec.num_keys:
-            self._keep_most_used(np.asarray(read.tally.tokens_of))
+            self._keep_most_used(np.asarray(reading.counts.tokens_per_expert))
         predictor = None if self.predictor is None else self.predictor.weights
-        args = (read.sequences, self._offload, read.last, self.model.weights, params, ends, read.tally.counts,
-                read.pending, predictor, self.replay)  # fmt: skip
+        args = (sequences, self._offload, reading, self.model.weights, params, ends, predictor, self.replay)
         program = self.programs.get(
             ("first", batch, capacity, ends.shape[0], config.greedy), "sampling", first_token, *args, config=config
         )
         sequences, self._offload, output = program(*args)
-        return sequences, output, read
+        return sequences, output
 
     def _keep_most_used(self, tokens_of: np.ndarray) -> None:
         """Policy prefill-hot: loads what the prompt used most and is not there yet, and fixes it."""

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 log = logging.getLogger("seqmoe_jax")
 
@@ -64,6 +65,12 @@ class Programs:
         """The programs whose key begins with `name`, oldest first."""
         keys = [key for key in self._made if isinstance(key, tuple) and key[0] == name]
         return [self._made[key].result() for key in keys]
+
+
+def on_device(tree: Any, device: jax.Device) -> Any:
+    """Shapes and dtypes of a tree, for arrays in the memory of a device."""
+    here = SingleDeviceSharding(device)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), tree)
 
 
 def shapes_of(tree: Any) -> Any:

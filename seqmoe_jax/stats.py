@@ -18,7 +18,6 @@ class Stats:
     `hit_rate`: distinct experts found resident / distinct experts routed, over layers and decode steps.
     `experts_awaited`: of those not resident, the ones whose prefetch was under way and was waited for.
     `experts_loaded`: loaded on demand. `experts_prefetched`: landed ahead of their use, used or not, while decoding.
-    `experts_streamed`: sent ahead of the layers of the prompt, used or not.
     `bytes_moved`: all of these, and the parts of transfers that were given up. `..._decoding`: without the prompt's.
     `forecast`: what policy seqmoe scores experts by: a predictor's name, "history" (discounted frequency of use), or
     "none" for other policies. `transfers`: the engine that prefetches, or "none".
@@ -33,7 +32,6 @@ class Stats:
     prefill_hit_rate: float = 0.0
     experts_routed: int = 0
     experts_loaded: int = 0
-    experts_streamed: int = 0
     experts_awaited: int = 0
     experts_prefetched: int = 0
     experts_loaded_decoding: int = 0
@@ -47,16 +45,16 @@ class Stats:
     backend: str = ""
     kernels: str = ""
 
-    def count(self, prefill: Counts, decode: Counts, streamed: int, moved: TransferCounts, block: int) -> None:
-        """Sets what follows from the counts of both phases, the experts `streamed` to the prompt, and what a transfer
-        engine `moved`. `block`: bytes of an expert."""
+    def count(self, prefill: Counts, decode: Counts, moved: TransferCounts, block: int) -> None:
+        """Sets what follows from the counts of both phases and what a transfer engine `moved`. `block`: bytes of an
+        expert."""
         total = prefill.total + decode.total
         self.hit_rate, self.prefill_hit_rate = decode.hit_rate, prefill.hit_rate
         self.experts_routed, self.experts_loaded = int(total[ROUTED]), int(total[MISSES])
         self.experts_loaded_decoding = int(decode.total[MISSES])
         self.experts_awaited = int(decode.total[ROUTED] - decode.total[HITS] - decode.total[MISSES])
-        self.experts_streamed, self.experts_prefetched = streamed, moved.landed
-        self.bytes_moved = (self.experts_loaded + streamed) * block + moved.bytes
+        self.experts_prefetched = moved.landed
+        self.bytes_moved = self.experts_loaded * block + moved.bytes
         self.bytes_moved_decoding = self.experts_loaded_decoding * block + moved.bytes
 
     def as_dict(self) -> dict[str, Any]:

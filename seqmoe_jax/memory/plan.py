@@ -1,4 +1,4 @@
-"""How many slots a model gets, and what the device must hold: weights, slots, KV, workspace. All sizes in bytes."""
+"""How many slots a model gets, and what the device must hold for it. All sizes are in bytes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from seqmoe_jax.decode.state import empty_sequences
 from seqmoe_jax.errors import ConfigError, ResidencyError
 from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.options import MAX_BATCH, Residency
-from seqmoe_jax.prefill.programs import PASS_CHUNKS, block_rows, chunk_length
-from seqmoe_jax.prefill.streaming import staging_bytes
+from seqmoe_jax.prefill.experts import rows_per_block
+from seqmoe_jax.prefill.lengths import PASS_CHUNKS, chunk_length, kv_capacity
 
 DEFAULT_CONTEXT = 4096  # memory is planned for the whole context: a longer one has to be asked for
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -24,33 +24,30 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What a choice of slots, context and batch needs of device memory, in bytes."""
+    """What a choice of slots, context and batch needs of device memory."""
 
     slots: int
-    residency: float
-    dense: int
+    residency: float  # slots / experts of all layers
+    dense: int  # all weights but the experts'
     slot_cache: int
-    kv: int
+    kv: int  # what the mixers keep of the sequences' past
     workspace: int
-    forecast: int = 0
-    staging: int = 0
+    forecast: int = 0  # the predictor's weights
 
     @property
     def total(self) -> int:
-        return self.dense + self.slot_cache + self.kv + self.workspace + self.forecast + self.staging
+        return self.dense + self.slot_cache + self.kv + self.workspace + self.forecast
 
     def describe(self) -> str:
         parts = {"weights": self.dense, "slots": self.slot_cache, "KV": self.kv, "workspace": self.workspace}
         if self.forecast:
             parts["forecast"] = self.forecast
-        if self.staging:
-            parts["staging"] = self.staging
         listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
         return f"{self.total / 1e9:.2f} GB on the device ({listed})"
 
 
 def parse_bytes(text: str | int) -> int:
-    """`"12GiB"`, `"800MB"`, `12_000_000_000` -> bytes. Raises `ConfigError`."""
+    """The bytes that `"12GiB"`, `"800MB"` or `12_000_000_000` mean. Raises `ConfigError`."""
     if isinstance(text, int):
         return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
@@ -60,33 +57,26 @@ def parse_bytes(text: str | int) -> int:
 
 
 def least_slots(spec: ModelSpec, batch: int) -> int:
-    """The fewest slots that work: all experts that one layer of one step can need, min(B * K, E)."""
+    """The fewest slots that work: one layer of one step can need min(B * K, E) experts at once."""
     return min(batch * spec.moe.top_k, spec.moe.experts)
 
 
-def kv_capacity(length: int) -> int:
-    """Positions of KV allocated for a sequence of `length`: few values, so few programs are compiled."""
-    if length <= 4096:
-        return max(256, 1 << (length - 1).bit_length())
-    return -(-length // 4096) * 4096
-
-
 def dense_bytes(spec: ModelSpec, activations: np.dtype | type) -> int:
-    """Everything but experts; `activations` is the dtype that it is held in where a tensor has none of its own."""
+    """The size of all weights but the experts'. Tensors without a dtype of their own are held in `activations`."""
     return sum(tensor.nbytes(np.dtype(activations)) for tensor in spec.tensors().values())
 
 
 def state_bytes(spec: ModelSpec, batch: int, context: int, activations: np.dtype | type) -> int:
-    """What the mixers keep of the sequences' past."""
+    """The size of what the mixers keep of the sequences' past."""
     init = partial(empty_sequences, spec=spec, batch=batch, capacity=kv_capacity(context), dtype=np.dtype(activations))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(init).states))
 
 
 def workspace_bytes(spec: ModelSpec, batch: int, context: int) -> int:
-    """Upper estimate of temporaries: a pass of prefill with the widest of its parts, or the logits."""
+    """An upper estimate of temporaries: those of a pass of prefill with the widest of its parts, or the logits."""
     moe, chunk = spec.moe, chunk_length(batch)
     tokens = batch * min(PASS_CHUNKS * chunk, -(-context // chunk) * chunk)
-    rows = block_rows(tokens)
+    rows = rows_per_block(tokens)
     blocks = -(-tokens * moe.top_k // rows) + min(moe.experts, tokens * moe.top_k)
     # Expert outputs and hidden activations of the experts, in float32, and a chunk's sums over them.
     grouped = blocks * rows * 4 * (spec.hidden + moe.width) + 8 * batch * chunk * spec.hidden
@@ -97,7 +87,7 @@ def workspace_bytes(spec: ModelSpec, batch: int, context: int) -> int:
     return max(grouped, mixing, 8 * batch * spec.vocab) + streams + routing + (64 << 20)
 
 
-def make_plan(
+def plan_memory(
     spec: ModelSpec,
     *,
     residency: Residency | None = None,
@@ -108,12 +98,10 @@ def make_plan(
     activation_dtype: np.dtype | type = np.float32,
     implementation: Implementation = "xla",
     forecast: int = 0,
-    stream: bool = False,
 ) -> MemoryPlan:
-    """Slots from a residency, from a budget in bytes, or from what the device has `available`.
+    """Chooses slots by a residency, by a budget in bytes, or by what the device has `available`.
 
-    `forecast`: bytes of the predictor's weights. `stream`: experts are sent ahead of a prompt's layers, which takes a
-    staging area unless all of them are resident.
+    `forecast` is the size of the predictor's weights. Without a residency and a limit every expert gets a slot.
     Raises `ResidencyError` where the residency is out of range, too small for K and B, or does not fit.
     """
     if residency is not None and device_memory is not None:
@@ -129,7 +117,6 @@ def make_plan(
         forecast=forecast,
     )
     block = spec.expert_layout.block_bytes
-    staging = staging_bytes(spec.expert_layout, spec.moe.experts) if stream else 0
     least = least_slots(spec, batch)
     share = least / spec.num_keys
     lowest = f"the least is {least} slots (residency {share:.4f}) for {batch} sequence(s), K={spec.moe.top_k}"
@@ -145,19 +132,13 @@ def make_plan(
     elif budget is None:
         slots = spec.num_keys
     else:
-        slots = (budget - sum(fixed.values())) // block
-        if slots < spec.num_keys:
-            fixed["staging"] = staging
-            slots = (budget - sum(fixed.values())) // block
-        slots = min(slots, spec.num_keys)
+        slots = min((budget - sum(fixed.values())) // block, spec.num_keys)
         if slots < least:
             need = sum(fixed.values()) + least * block
             raise ResidencyError(
                 f"{budget / 1e9:.2f} GB of device memory is not enough: this model needs at least {need / 1e9:.2f} GB "
                 f"with context {context} and batch {batch}; allow more, or shorten the context"
             )
-    if slots < spec.num_keys:
-        fixed["staging"] = staging
     rows = rows_to_allocate(slots, spec.expert_layout, implementation)
     if device_memory is not None and sum(fixed.values()) + rows * block > device_memory:
         # The rows that make an array addressable do not fit: stay below the size that needs them.

@@ -15,7 +15,7 @@ from seqmoe_jax.doctor import link_bandwidth
 from seqmoe_jax.errors import ResidencyError
 from seqmoe_jax.host_memory import host_memory_bytes
 from seqmoe_jax.loading import activation_dtype
-from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, make_plan
+from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, plan_memory
 from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.options import Residency
 from seqmoe_jax.presets import preset_names, preset_path
@@ -50,10 +50,10 @@ def size_up(
         activation_dtype=activation_dtype(spec, device, dtype),
         implementation=resolve(kernels),
     )
-    least, full = (make_plan(spec, residency=share, **options) for share in ("least", 1.0))
+    least, full = (plan_memory(spec, residency=share, **options) for share in ("least", 1.0))
     plan, reason = None, None
     try:
-        plan = make_plan(spec, residency=residency, device_memory=None if residency else budget, **options)
+        plan = plan_memory(spec, residency=residency, device_memory=None if residency else budget, **options)
         if budget is not None and plan.total > budget:
             reason = f"this residency needs {_gb(plan.total)} of device memory, there are {_gb(budget)}"
     except ResidencyError as error:

@@ -1,8 +1,8 @@
-"""A MoE layer over a prompt: experts in slots are used in place, streamed ones from where they arrive (paper 8.4).
+"""A MoE layer over a prompt: missing experts are loaded into slots, and all are computed where they lie (paper 8.4).
 
-Rows are sorted by expert into blocks, and every block is computed by whoever holds its expert. Which rows are
-multiplied together depends on the routing alone, never on what was resident or how experts were grouped, so the result
-is the same at every residency.
+Rows are sorted by expert into blocks, and experts are taken in groups that fit the slots. Which rows are multiplied
+together depends on the routing alone, never on what was resident or how experts were grouped, so the result is the
+same at every residency.
 """
 
 from __future__ import annotations
@@ -12,145 +12,99 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
+from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
 from pallas_kernels.grouped_moe import assign_blocks, grouped_moe
-from pallas_kernels.miss_load import miss_load
 from seqmoe_jax.experts.cache import CacheConfig, SlotCache, bring_in
 from seqmoe_jax.experts.policy import PromptRule
-from seqmoe_jax.experts.slots import SlotState, admit
+from seqmoe_jax.experts.slots import SlotState
 from seqmoe_jax.forecast import forecaster, history
 from seqmoe_jax.forecast.forecaster import Forecast
 
 
-class Blocks(NamedTuple):
-    """Where the routes of a layer's tokens went: see `assign_blocks`."""
+class ExpertCounts(NamedTuple):
+    """How the prompts that are being read have used experts so far."""
 
-    expert: Int32[Array, " N"]
-    rows: Int32[Array, "N M"]
-    place: Int32[Array, "T K"]
-
-
-class Tally(NamedTuple):
-    """What a prompt has routed so far."""
-
-    counts: Int32[Array, " 3"]  # routed, hits, misses
-    tokens_of: Int32[Array, "L E"]
+    totals: Int32[Array, " 3"]  # distinct experts routed, found resident, loaded; summed over layers and passes
+    tokens_per_expert: Int32[Array, "L E"]
 
 
-def resident_experts(
+def rows_per_block(tokens: int) -> int:
+    """Rows of a block of tokens that share an expert: enough to feed matrix units, few enough to waste little."""
+    return 64 if tokens >= 512 else 16
+
+
+def count_tokens(ids: Int[Array, "T K"], experts: int) -> Int32[Array, " E"]:
+    """Counts the tokens that are routed to each expert. Padding has ids of -1."""
+    return jnp.zeros(experts, jnp.int32).at[jnp.where(ids >= 0, ids, experts)].add(1, mode="drop")
+
+
+def moe_prefill(
     x: Float[Array, "T H"],
     ids: Int[Array, "T K"],
-    sent: Bool[Array, " E"],
     cache: SlotCache,
     pool: Shaped[Array, "E n"],
-    layer: Int[Array, ""],
+    moe_index: Int[Array, ""],
     config: CacheConfig,
-    rows: int,
-) -> tuple[Float32[Array, "N M H"], Blocks, SlotCache, Int32[Array, " 3"]]:
-    """The blocks of all experts but those `sent`: in slots, or loaded there on demand, in groups that fit the slots.
+) -> tuple[Float32[Array, "N M H"], Int32[Array, "T K"], SlotCache, Int32[Array, " 3"]]:
+    """Runs the experts of one layer over all tokens of a pass.
 
-    Returns the outputs so far, the blocks, the cache, and the counts of all the layer's distinct experts. One that was
-    sent is neither a hit nor a miss.
+    Returns the experts' outputs in blocks of rows, the row of every route in them (flat; -1 for padding), the cache,
+    and the counts of distinct experts (routed, hits, misses).
     """
-    blocks = Blocks(*assign_blocks(ids, num_experts=config.experts, rows=rows))
-    used = tokens_of_experts(ids, config.experts) > 0
+    block_expert, block_rows, place = assign_blocks(ids, num_experts=config.experts, rows=rows_per_block(x.shape[0]))
+    used = count_tokens(ids, config.experts) > 0
     group = min(config.experts, config.slots)
 
     def run_group(index, carry):
         cache, out, counts = carry
         members = index * group + jnp.arange(group, dtype=jnp.int32)
-        at = jnp.minimum(members, config.experts - 1)
-        wanted = (members < config.experts) & used[at] & ~sent[at]
-        cache, slots, new = bring_in(cache, pool, jnp.where(wanted, members, -1), layer, config)
+        wanted = (members < config.experts) & used[jnp.minimum(members, config.experts - 1)]
+        cache, slots, new = bring_in(cache, pool, jnp.where(wanted, members, -1), moe_index, config)
         cache = cache._replace(clock=cache.clock + 1)
-        offset = blocks.expert - index * group
-        mine = (blocks.expert >= 0) & (offset >= 0) & (offset < group)
-        block_slots = jnp.where(mine, slots[jnp.clip(offset, 0, group - 1)], -1)
+        offset = block_expert - index * group
+        in_group = (block_expert >= 0) & (offset >= 0) & (offset < group)
+        block_slots = jnp.where(in_group, slots[jnp.clip(offset, 0, group - 1)], -1)
         out = grouped_moe(
-            out, x, cache.blocks, block_slots, blocks.rows, layout=config.layout, implementation=config.implementation
+            out, x, cache.blocks, block_slots, block_rows, layout=config.layout, implementation=config.implementation
         )
         return cache, out, counts + new
 
-    out = jnp.zeros((*blocks.rows.shape, x.shape[-1]), jnp.float32)
-    counts = jnp.zeros(3, jnp.int32).at[0].set((used & sent).sum(dtype=jnp.int32))
     groups = -(-config.experts // group)
+    carry = cache, jnp.zeros((*block_rows.shape, x.shape[-1]), jnp.float32), jnp.zeros(3, jnp.int32)
     # With one group there is no loop for XLA to carry the cache through.
-    carry = (cache, out, counts)
     cache, out, counts = run_group(0, carry) if groups == 1 else lax.fori_loop(0, groups, run_group, carry)
-    return out, blocks, cache, counts
+    return out, place, cache, counts
 
 
-def staged_experts(
-    out: Float32[Array, "N M H"],
-    x: Float[Array, "T H"],
-    blocks: Blocks,
-    staged: Shaped[Array, "G n"],
-    experts: Int[Array, " G"],
-    cache: SlotCache,
-    tokens_of: Int[Array, " E"],
-    layer: Int[Array, ""],
-    config: CacheConfig,
-) -> tuple[Float32[Array, "N M H"], SlotCache, Int32[Array, ""]]:
-    """The blocks of `experts` (-1: none), which have arrived in `staged`; what is worth a slot is copied into one.
-
-    A newcomer takes an EMPTY slot, else the one of least score among layers up to this one, if its own is higher: at
-    the end of a prompt the slots hold what scored highest of all that came by, and the layers still to come find what
-    they had. Also returns how many were taken in.
-    """
-    group = experts.shape[0]
-    index = jnp.arange(group, dtype=jnp.int32)
-    known = jnp.where(experts >= 0, experts, config.experts)
-    where = jnp.full(config.experts, -1, jnp.int32).at[known].set(index, mode="drop")
-    block_slots = jnp.where(blocks.expert >= 0, where[jnp.maximum(blocks.expert, 0)], -1)
-    out = grouped_moe(
-        out, x, staged, block_slots, blocks.rows, layout=config.layout, implementation=config.implementation
-    )
-    first_key = layer * config.experts
-    used = (experts >= 0) & (tokens_of[jnp.maximum(experts, 0)] > 0)
-    key = jnp.where(used, first_key + experts, -1)
-    if config.rule == "scored":
-        score = cache.key_score[1, jnp.maximum(key, 0)]
-    else:  # as if it had just been loaded; the clock has gone on since
-        score = jnp.full(group, 1, jnp.int32) if config.rule == "lfu" else jnp.broadcast_to(cache.clock - 1, (group,))
-    _, _, order = lax.sort((~used, -score, index), num_keys=2, is_stable=True)
-    passed = cache.tables.key_of_slot < first_key + config.experts
-    tables, slot = admit(cache.tables, key[order], score[order], passed)
-    nth = jnp.where(slot >= 0, jnp.cumsum(slot >= 0, dtype=jnp.int32) - 1, group)  # `miss_load` wants valid ones first
-    source = jnp.full(group, -1, jnp.int32).at[nth].set(order, mode="drop")
-    target = jnp.full(group, -1, jnp.int32).at[nth].set(slot, mode="drop")
-    slots = miss_load(cache.blocks, staged, source, target, implementation=config.implementation)
-    return out, cache._replace(blocks=slots, tables=tables), (slot >= 0).sum(dtype=jnp.int32)
-
-
-def learn(
+def observe_prompt(
     cache: SlotCache,
     forecast: Forecast,
-    tokens_of: Int[Array, " E"],
+    tokens_per_expert: Int[Array, " E"],
     tokens: Int[Array, ""],
-    layer: Int[Array, ""],
+    moe_index: Int[Array, ""],
     config: CacheConfig,
     rule: PromptRule,
 ) -> tuple[SlotCache, Forecast]:
-    """What the policy's scores of a layer's experts make of a prompt of `tokens` tokens, before experts are moved."""
-    start = layer * config.experts
+    """Lets a prompt's use of a layer's experts enter their scores, before any of them is moved.
+
+    `tokens_per_expert`: how many of the `tokens` read so far used each expert.
+    """
+    first_key = moe_index * config.experts
     if rule == "none" or not config.managed:
         return cache, forecast
     if rule == "share":
-        share = tokens_of.astype(jnp.float32) / jnp.maximum(tokens, 1).astype(jnp.float32)
-        retention = lax.dynamic_slice_in_dim(forecast.retention, start, config.experts)
+        share = tokens_per_expert.astype(jnp.float32) / jnp.maximum(tokens, 1).astype(jnp.float32)
+        retention = lax.dynamic_slice_in_dim(forecast.retention, first_key, config.experts)
         new = forecaster.from_history(history.observe_prompt(retention, share))
-        forecast = jax.tree.map(lambda old, part: lax.dynamic_update_slice_in_dim(old, part, start, 0), forecast, new)
+        forecast = jax.tree.map(
+            lambda old, part: lax.dynamic_update_slice_in_dim(old, part, first_key, 0), forecast, new
+        )
         score = forecaster.worth(new)
     else:
-        score = jnp.stack([tokens_of, tokens_of])
-    key_score = lax.dynamic_update_slice_in_dim(cache.key_score, score, start, 1)
+        score = jnp.stack([tokens_per_expert, tokens_per_expert])
+    key_score = lax.dynamic_update_slice_in_dim(cache.key_score, score, first_key, 1)
     key, state = cache.tables.key_of_slot, cache.tables.state
-    mine = (state == SlotState.USED) & (key >= start) & (key < start + config.experts)
-    slot_score = jnp.where(mine, key_score[1, jnp.maximum(key, 0)], cache.tables.score)
+    of_layer = (state == SlotState.USED) & (key >= first_key) & (key < first_key + config.experts)
+    slot_score = jnp.where(of_layer, key_score[1, jnp.maximum(key, 0)], cache.tables.score)
     return cache._replace(tables=cache.tables._replace(score=slot_score), key_score=key_score), forecast
-
-
-def tokens_of_experts(ids: Int[Array, "T K"], experts: int) -> Int32[Array, " E"]:
-    """How many tokens are routed to each expert."""
-    return jnp.zeros(experts, jnp.int32).at[jnp.where(ids >= 0, ids, experts)].add(1, mode="drop")

@@ -69,7 +69,7 @@ def case(request, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def chunks_shorter_than_the_prompt(monkeypatch):
-    monkeypatch.setattr("seqmoe_jax.prefill.programs.CHUNK", 32)
+    monkeypatch.setattr("seqmoe_jax.prefill.lengths.CHUNK", 32)
 
 
 def generate(engine):

@@ -45,7 +45,7 @@ def test_the_replay_routes_as_decoding_did(monkeypatch):
         return honest(slots, ids, layer, config, *rest, **options)
 
     monkeypatch.setattr(cache, "find_slots", listening)
-    monkeypatch.setattr("seqmoe_jax.prefill.programs.CHUNK", 32)  # several chunks of prefill
+    monkeypatch.setattr("seqmoe_jax.prefill.lengths.CHUNK", 32)  # several chunks of prefill
     # Of a shape that no other test has: a step compiled before does not listen.
     engine = tiny_engine(seed=3, residency=0.7, policy="lru", max_batch=2)
     prompts = [[5, 6, 7, 8, 9], list(range(40, 60))]

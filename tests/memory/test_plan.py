@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from seqmoe_jax.errors import ConfigError, ResidencyError
-from seqmoe_jax.memory.plan import dense_bytes, kv_capacity, least_slots, make_plan, parse_bytes
+from seqmoe_jax.memory.plan import dense_bytes, least_slots, parse_bytes, plan_memory
 from seqmoe_jax.models.families import spec_from_config
+from seqmoe_jax.prefill.lengths import kv_capacity
 from seqmoe_jax.presets import preset_names, preset_path
 from seqmoe_jax.testing import tiny_config, tiny_model
 
@@ -44,20 +45,20 @@ def test_dense_bytes_are_those_of_the_weights():
 
 
 def test_residency_gives_slots():
-    assert make_plan(TINY, residency=0.5).slots == 8
-    assert make_plan(TINY, residency=1.0).slots == 16
-    assert make_plan(TINY, residency="least", batch=3).slots == 6
+    assert plan_memory(TINY, residency=0.5).slots == 8
+    assert plan_memory(TINY, residency=1.0).slots == 16
+    assert plan_memory(TINY, residency="least", batch=3).slots == 6
     assert least_slots(TINY, 8) == 8  # no more than E
 
 
 def test_without_a_limit_everything_is_resident():
-    assert make_plan(TINY).slots == TINY.num_keys
+    assert plan_memory(TINY).slots == TINY.num_keys
 
 
 def test_a_budget_is_filled_and_never_exceeded():
-    whole = make_plan(QWEN, activation_dtype=ml_dtypes.bfloat16)
+    whole = plan_memory(QWEN, activation_dtype=ml_dtypes.bfloat16)
     for budget in (7 * 10**9, 10 * 10**9, 20 * 10**9, 60 * 10**9):
-        plan = make_plan(QWEN, device_memory=budget, activation_dtype=ml_dtypes.bfloat16)
+        plan = plan_memory(QWEN, device_memory=budget, activation_dtype=ml_dtypes.bfloat16)
         assert plan.total <= budget
         assert plan.slots == whole.slots or plan.total + QWEN.expert_layout.block_bytes > budget
 
@@ -65,36 +66,36 @@ def test_a_budget_is_filled_and_never_exceeded():
 def test_byte_arrays_that_kernels_cannot_address_are_made_larger():
     block = QWEN.expert_layout.block_bytes
     for residency in (0.05, 0.1, 0.14, 0.2):
-        plan = make_plan(QWEN, residency=residency, activation_dtype=ml_dtypes.bfloat16, implementation="gpu")
+        plan = plan_memory(QWEN, residency=residency, activation_dtype=ml_dtypes.bfloat16, implementation="gpu")
         rows = plan.slot_cache // block
         assert rows >= plan.slots
         assert not 2**31 < rows * block <= 2**32
-        assert make_plan(QWEN, residency=residency).slot_cache == plan.slots * block
+        assert plan_memory(QWEN, residency=residency).slot_cache == plan.slots * block
 
 
 @pytest.mark.parametrize("residency", [-0.1, 0.0, 1.01, 50])
 def test_residencies_out_of_range_name_the_range_and_the_least(residency):
     with pytest.raises(ResidencyError, match=r"\(0, 1\].*the least is 2 slots"):
-        make_plan(TINY, residency=residency)
+        plan_memory(TINY, residency=residency)
 
 
 def test_a_residency_too_small_for_k_and_b_says_what_is_least():
     with pytest.raises(ResidencyError, match=r"the least is 6 slots \(residency 0.3750\) for 3 sequence"):
-        make_plan(TINY, residency=0.3, batch=3)
+        plan_memory(TINY, residency=0.3, batch=3)
 
 
 def test_too_little_memory_says_how_much_is_needed():
     with pytest.raises(ResidencyError, match="needs at least"):
-        make_plan(QWEN, device_memory=10**9)
+        plan_memory(QWEN, device_memory=10**9)
     with pytest.raises(ResidencyError, match="are available"):
-        make_plan(QWEN, residency=1.0, available=10 * 10**9)
+        plan_memory(QWEN, residency=1.0, available=10 * 10**9)
 
 
 def test_contradictions_are_refused():
     with pytest.raises(ConfigError, match="not both"):
-        make_plan(TINY, residency=0.5, device_memory=10**9)
+        plan_memory(TINY, residency=0.5, device_memory=10**9)
     with pytest.raises(ConfigError, match="1 to 8"):
-        make_plan(TINY, batch=9)
+        plan_memory(TINY, batch=9)
 
 
 def test_kv_capacity_holds_the_length_in_few_sizes():

@@ -1,0 +1,44 @@
+"""Recorded routing forced upon a prompt, for benchmarks alone.
+
+A prompt replays the steps before those that decoding will replay. `replayed` replaces what a pass reads, once, before
+its first layer; after that only the choice of the router is replaced, by `choice`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from seqmoe_jax.decode.replay import Replay
+
+
+class RecordedPass(NamedTuple):
+    """The routing that was recorded for every position of a pass, or of a chunk."""
+
+    ids: Int32[Array, "B P L K"]
+    weights: Float32[Array, "B P L K"]
+
+
+@jax.jit
+def replayed(
+    replay: Replay, steps: Int[Array, ""], lengths: Int[Array, " B"], positions: Int[Array, "B P"]
+) -> tuple[Int32[Array, "B P"], RecordedPass]:
+    """The recorded tokens and their routing for a pass, so that the prompts end before step `steps`."""
+    rows = (steps - lengths[:, None] + positions) % replay.tokens.shape[0]
+    return replay.tokens[rows], RecordedPass(replay.ids[rows], replay.weights[rows])
+
+
+def choice(
+    ids: Int[Array, "T K"], weights: Float[Array, "T K"], recorded: RecordedPass | None, moe_index: Int[Array, ""]
+) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
+    """The router's choice, or what was recorded instead of it.
+
+    The result depends on the router's own choice, so that the router's work is done and timed.
+    """
+    if recorded is None:
+        return ids, weights
+    forced = recorded.ids[:, :, moe_index].reshape(ids.shape)
+    return jnp.where(ids >= 0, forced, ids), recorded.weights[:, :, moe_index].reshape(ids.shape)

@@ -1,0 +1,149 @@
+"""Reading prompts in several passes: the tokens of full load, hot experts stay, the predictor is warm."""
+
+import gc
+import weakref
+
+import jax
+import numpy as np
+import pytest
+
+from seqmoe_jax.engine import TokenEngine
+from seqmoe_jax.experts.slots import check_invariants
+from seqmoe_jax.options import EngineOptions
+from seqmoe_jax.prefill.lengths import capacity_of, passes_of
+from seqmoe_jax.testing import tiny_model, untrained_predictor
+
+pytest.importorskip("flax.nnx")
+
+PROMPT = [(7 * i) % 250 for i in range(75)]
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(num_hidden_layers=2, mlp_only_layers=[])  # what is compiled is a test's time
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_passes():
+    """A prompt of 75 tokens is two passes, of four chunks and one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("seqmoe_jax.prefill.lengths.CHUNK", 16)
+        yield
+
+
+@pytest.fixture(scope="module")
+def predictor(model):
+    return untrained_predictor(model)
+
+
+def generate(engine, prompts=(PROMPT,), new=NEW):
+    tokens = [[] for _ in prompts]
+    for event in engine.run(list(prompts), max_new_tokens=new):
+        tokens[event.sequence].append(event.token)
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return generate(TokenEngine(model, EngineOptions(policy="full")))
+
+
+def test_passes_cover_the_longest_prompt_in_few_lengths():
+    assert [(start, length) for start, length, _ in passes_of(75, 1)] == [(0, 64), (64, 16)]
+    for longest in (1, 16, 17, 63, 64, 65, 200):
+        end = 0
+        for start, length, chunks in passes_of(longest, 1):
+            assert start == end
+            end = start + length
+            assert [chunk.start for chunk in chunks] == list(range(0, length, 16))
+            assert all(chunk.start + chunk.width <= length for chunk in chunks)
+        assert longest <= end <= capacity_of([longest], [1], 1)
+
+
+@pytest.mark.parametrize("policy", ["seqmoe", "lru", "prefill-hot"])
+def test_prompts_have_the_tokens_of_full_load(model, expected, policy):
+    engine = TokenEngine(model, EngineOptions(policy=policy, residency=0.4))
+    for _ in range(2):
+        assert generate(engine) == expected
+        stats = engine.last_stats
+        assert stats.bytes_moved == stats.experts_loaded * engine.config.layout.block_bytes > 0
+        check_invariants(engine._offload.cache.tables)
+
+
+def test_what_a_prompt_uses_little_does_not_displace_what_it_uses_more(model):
+    """A layer that misses evicts what the prompt used least: of the layers before it, what is hot stays."""
+    engine = TokenEngine(model, EngineOptions(residency=0.75))
+    list(engine.run([PROMPT[:60]], max_new_tokens=1))
+    tables, retention = engine._offload.cache.tables, np.asarray(engine._offload.forecast.retention)
+    resident = np.asarray(tables.slot_of_key) >= 0
+    assert resident.sum() == engine.plan.slots == 12
+    first, stays = retention[:8], resident[:8]
+    assert 0 < stays.sum() < 8
+    assert first[stays].min() >= first[~stays].max()
+    np.testing.assert_array_equal(resident[8:], retention[8:] > 0)
+
+
+@pytest.fixture(scope="module")
+def predicting(model, predictor):
+    return TokenEngine(model, EngineOptions(residency=0.6, transfers="none", max_batch=2), predictor=predictor)
+
+
+def test_the_predictor_has_read_the_prompt_as_decoding_would_have(predicting):
+    """Reading n + 1 tokens leaves the state that reading n and decoding one leaves."""
+    ((first, _),) = generate(predicting, [PROMPT[:40]], 2)
+    decoded = jax.device_get((predicting._offload.predictor, predicting._offload.forecast))
+    generate(predicting, [[*PROMPT[:40], first]], 1)
+    read = jax.device_get((predicting._offload.predictor, predicting._offload.forecast))
+    assert read[0]["step"] == 42
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), read, decoded)
+
+
+def test_the_padding_of_a_shorter_prompt_does_not_reach_the_predictor(predicting):
+    generate(predicting, [PROMPT[:40], PROMPT[:7]], 1)
+    together = jax.device_get(predicting._offload.predictor)
+    generate(predicting, [PROMPT[:7]], 1)
+    alone = jax.device_get(predicting._offload.predictor)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[1], b[0], atol=2e-3), together, alone)
+
+
+def test_an_interrupted_reading_leaves_a_state_that_is_valid(model, expected, monkeypatch):
+    """An interrupt after any program finds what that program made, and the next prompt goes on from it."""
+    engine = TokenEngine(model, EngineOptions(residency=0.4))
+    generate(engine)
+    hold, held = engine._hold, []
+
+    def interrupted(offload):
+        hold(offload)
+        held.append(offload)
+        if len(held) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "_hold", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generate(engine)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(engine._offload))
+    check_invariants(engine._offload.cache.tables)
+    monkeypatch.undo()
+    assert generate(engine) == expected
+
+
+def test_a_prompt_of_equal_layers_compiles_each_program_once(model):
+    """More layers of the same kind are no more programs: those of the time to the first token are few."""
+    engine = TokenEngine(model, EngineOptions(residency=0.4))
+    generate(engine, [PROMPT[:16]], 1)
+    names = ["begin_prompts", "begin_pass", "route_chunk", "apply_experts", "finish_chunk", "end_pass", "first"]
+    assert {name: len(engine.programs.named(name)) for name in names} == dict.fromkeys(names, 1)
+
+
+def test_an_engine_that_is_let_go_is_gone_at_once(model):
+    engine = TokenEngine(model, EngineOptions(residency=0.7))
+    generate(engine)
+    engine.close()
+    alive = weakref.ref(engine)
+    gc.disable()  # device memory must not wait for the collector
+    try:
+        del engine
+        assert alive() is None
+    finally:
+        gc.enable()
