@@ -23,10 +23,10 @@ from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.cache import PINNED, CacheConfig, empty_cache, keep, rescore, settled
 from seqmoe_jax.experts.policy import check_policy, rule_of
 from seqmoe_jax.forecast import inference as plain
+from seqmoe_jax.forecast.trained import TrainedPredictor
 from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, make_plan, parse_bytes
 from seqmoe_jax.models.fused import DecodeKernels, unfit
 from seqmoe_jax.models.model import Model as Model
-from seqmoe_jax.models.model import Predictor as Predictor
 from seqmoe_jax.models.weights import ModelWeights
 from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.prefetch.engine import Moved
@@ -64,7 +64,7 @@ class TokenEngine:
         model: Model,
         options: EngineOptions = EngineOptions(),  # noqa: B008  frozen
         *,
-        predictor: Predictor | None = None,
+        predictor: TrainedPredictor | None = None,
         vocab: int | None = None,
         replay: Replay | None = None,
         announce: Callable[[str], None] | None = None,

@@ -1,8 +1,8 @@
 """The predictor at inference: pure functions over a plain pytree, for use inside the jitted decode step (paper 5.3).
 
-`weights` is what `Predictor.weights()` gives or `store.load` reads; `state` is what `init_state` makes: the blocks'
-recurrent states, the tokens just processed, and the memory that echoes are looked up in. B sequences, L layers,
-E experts, R retention scores.
+`weights` is what `Predictor.weights()` gives or `store.load` reads. `init_state` makes `state`: the recurrent states of
+the blocks, the tokens just processed, and the memory that echoes are looked up in (see `features`).
+Shapes: B sequences, T steps, L layers, E experts, keys = L * E.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.forecast.features import CONTEXT, NO_TOKEN, activate
+from seqmoe_jax.forecast.heads import Inputs, embed, heads, membership
+from seqmoe_jax.forecast.heads import refine as refined_logits
 from seqmoe_jax.forecast.mamba2 import block_chunk, block_step
 from seqmoe_jax.forecast.mamba2 import init_state as block_state
-from seqmoe_jax.forecast.predictor import Inputs, embed, heads, membership
-from seqmoe_jax.forecast.predictor import refine as refined_logits
 
 Pytree = dict[str, Any]
 
 
 def init_state(config: PredictorConfig, batch: int, dtype: Any = jnp.float32) -> Pytree:
-    """The state of `batch` sequences of which nothing was seen."""
+    """The state of `batch` sequences that have run no step yet."""
     state: Pytree = {
         "blocks": [block_state(config.block, batch, dtype) for _ in range(config.blocks)],
-        "hidden": jnp.zeros((batch, config.width), dtype),
+        "hidden": jnp.zeros((batch, config.d_model), dtype),
         "logits": jnp.zeros((batch, config.layers, config.experts), jnp.float32),
     }
     if config.uses_echo:
@@ -43,11 +43,11 @@ def init_state(config: PredictorConfig, batch: int, dtype: Any = jnp.float32) ->
 
 def step(
     config: PredictorConfig, weights: Pytree, state: Pytree, features: Float[Array, "B keys"], tokens: Int[Array, " B"]
-) -> tuple[Pytree, Float[Array, "B L E"], Float[Array, "B R L E"]]:
+) -> tuple[Pytree, Float[Array, "B L E"], Float[Array, "B L E"]]:
     """Takes in the routing of the step just run and the tokens just sampled (-1: unknown); forecasts the coming step.
 
     Returns the new state, the probabilities of being routed in the coming step (they sum to about K per layer), and
-    the retention scores in [0, 1].
+    the retention scores, which are in [0, 1].
     """
     dtype = weights["in_proj"].dtype
     new = dict(state)
@@ -63,21 +63,13 @@ def step(
     return new, jax.nn.sigmoid(membership(weights, logits)), jax.nn.sigmoid(retention)
 
 
-def one_step(
-    config: PredictorConfig, weights: Pytree, state: Pytree, features: Float[Array, "B keys"], tokens: Int[Array, " B"]
-) -> tuple[Pytree, Float[Array, "L E"], Float[Array, "L E"]]:
-    """`step` as the runtime wants it: means over the sequences (paper 6.1, 7.1), the first retention score alone."""
-    state, following, retention = step(config, weights, state, features, tokens)
-    return state, following.mean(0), retention[:, 0].mean(0)
-
-
 def refine(
     config: PredictorConfig, weights: Pytree, state: Pytree, known: Float[Array, "B keys"]
 ) -> Float[Array, "B L E"]:
     """Probabilities of the running step, forecast anew from the routing of its first layers.
 
-    `known` is zero in the layers to come; rows of the result below the trigger layer mean nothing. The state does
-    not change: the next `step` reads the whole step's routing.
+    `known` is that routing, zero in the layers still to come. Rows of the result that belong to layers already run
+    mean nothing. The state does not change, because the next `step` reads the routing of the whole step.
     """
     hidden = state["hidden"].astype(weights["in_proj"].dtype)
     logits = refined_logits(config, weights, hidden, state["logits"], known)
@@ -85,7 +77,7 @@ def refine(
 
 
 def rollout(config: PredictorConfig, weights: Pytree, state: Pytree, steps: int) -> Float[Array, "B C L E"]:
-    """Probabilities of the coming `steps` steps, each fed back as the next one's input; `state` stays as it was.
+    """Probabilities of the coming C = `steps` steps, each fed back as the next one's input; `state` stays as it was.
 
     Tokens beyond the coming step are unknown, and unknown tokens have no echo.
     """
@@ -101,7 +93,7 @@ def rollout(config: PredictorConfig, weights: Pytree, state: Pytree, steps: int)
         logits = heads(config, weights, x)[0]
         return (blocks, logits), logits
 
-    # Unrolled: a loop inside a CUDA graph costs more than the few kernels of a step.
+    # The loop is unrolled because a loop inside a CUDA graph costs more than the few kernels of a step.
     first = state["logits"]
     _, later = jax.lax.scan(advance, (state["blocks"], first), None, length=steps - 1, unroll=True)
     logits = jnp.concatenate([first[:, None], jnp.moveaxis(later, 0, 1)], axis=1)
@@ -115,7 +107,10 @@ def token_rows(weights: Pytree, tokens: Int[Array, "*B"]) -> Int[Array, "*B"]:
     return jnp.where(inside, table[jnp.where(inside, tokens, 0)].astype(jnp.int32), NO_TOKEN)
 
 
-def trunk(config: PredictorConfig, weights: Pytree, x: Array, blocks: list[Pytree]) -> tuple[Array, list[Pytree]]:
+def trunk(
+    config: PredictorConfig, weights: Pytree, x: Float[Array, "B D"], blocks: list[Pytree]
+) -> tuple[Float[Array, "B D"], list[Pytree]]:
+    """One step of all Mamba2 blocks, from their recurrent states `blocks`."""
     new = []
     for block, old in zip(weights["blocks"], blocks, strict=True):
         x, state = block_step(block, x, old, config.block)
@@ -131,9 +126,9 @@ def prefill(
     tokens: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
 ) -> Pytree:
-    """The state after T calls of `step`, of which a sequence takes the `valid` ones alone (they come first).
+    """The state after T calls of `step`, of which a sequence takes only the `valid` ones, which come first.
 
-    Chunked (paper 5.3, "Prefill"): position t reads the routing of the token before it and the token at t.
+    It runs in chunked form (paper 5.3, "Prefill"). Position t reads the routing of the token before it and token t.
     """
     dtype = weights["in_proj"].dtype
     count = valid.sum(1, dtype=jnp.int32)
@@ -153,12 +148,15 @@ def prefill(
     hidden = x[rows, jnp.maximum(count - 1, 0)]
     new["hidden"] = jnp.where(some[:, None], hidden, state["hidden"]).astype(state["hidden"].dtype)
     new["logits"] = jnp.where(some[:, None, None], heads(config, weights, hidden)[0], state["logits"])
-    # A convolution's tail is of the activations' dtype, the state's of its own.
+    # The convolution's new tail has the dtype of the activations; the state keeps its own.
     return jax.tree.map(lambda value, old: value.astype(old.dtype), new, state)
 
 
 def _remember(config: PredictorConfig, state: Pytree, features: Array, tokens: Array) -> tuple[Pytree, Array]:
-    """Files the step just run under its tokens, then looks the coming token up: longest context first, then latest."""
+    """Files the step just run under its tokens, then looks up the echo of the coming token.
+
+    The entry of the longest matching context wins, then the latest one.
+    """
     rows = jnp.arange(features.shape[0])
     slot = state["step"] % config.echo
     # A sequence that has not processed a token yet has nothing to file.
@@ -179,11 +177,14 @@ def _remember(config: PredictorConfig, state: Pytree, features: Array, tokens: A
 def _remember_all(
     config: PredictorConfig, state: Pytree, features: Array, tokens: Array, count: Int[Array, " B"]
 ) -> tuple[Pytree, Array]:
-    """`_remember` for T steps at once: the memory in order of age, then the steps themselves, is one long memory that
-    each step sees the part of that is its own."""
+    """`_remember` for T steps at once.
+
+    The old memory in order of age, followed by the T steps themselves, is one long memory. Each step looks its echo up
+    in the part of it that its own memory would hold.
+    """
     batch, steps = tokens.shape
     rows = jnp.arange(batch)
-    # Oldest first: the step that comes next would take the place of entry 0.
+    # The oldest comes first: the next step would take the place of entry 0.
     order = (state["step"][:, None] + jnp.arange(config.echo)) % config.echo
     tokens = tokens.astype(jnp.int32)
     history = jnp.concatenate([state["recent"][:, ::-1], tokens], axis=1)  # ..., before, last, 0, 1, ...
@@ -219,7 +220,7 @@ def _remember_all(
 
 
 def _rank(tokens: Int[Array, "B M C"], age: Int[Array, "B M"], recent: Int[Array, "B C"]) -> Int[Array, "B M"]:
-    """How good an echo of `recent` each entry of the memory is; -1 for none."""
+    """How good an echo of `recent` each entry of the memory is: by length of context, then by age; -1 if it is none."""
     same = (tokens == recent[:, None]).astype(jnp.int32)
     length = same[..., 0]
     for depth in range(1, CONTEXT):

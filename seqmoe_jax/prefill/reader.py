@@ -15,8 +15,9 @@ from seqmoe_jax.decode.step import Offload, Replay, Sequences, empty_sequences
 from seqmoe_jax.errors import PromptError, ResidencyError
 from seqmoe_jax.experts.cache import CacheConfig
 from seqmoe_jax.experts.policy import Policy, prompt_rule_of
+from seqmoe_jax.forecast.trained import TrainedPredictor
 from seqmoe_jax.memory.plan import kv_capacity, least_slots
-from seqmoe_jax.models.model import Model, Predictor
+from seqmoe_jax.models.model import Model
 from seqmoe_jax.models.spec import LayerSpec, ModelSpec
 from seqmoe_jax.models.weights import LayerWeights
 from seqmoe_jax.options import MAX_BATCH
@@ -102,7 +103,7 @@ class PromptReader:
         config: CacheConfig,
         *,
         policy: Policy,
-        predictor: Predictor | None,
+        predictor: TrainedPredictor | None,
         replay: Replay | None,
         device: jax.Device,
         stream: bool,
