@@ -130,7 +130,8 @@ def sample(steps: Steps, key: Array, batch: int, length: int, crop: float, confi
     # Windows of a sequence longer than they are begin at random, so that every part of it is seen at times.
     excess = jnp.maximum(end - start - length, 0)
     slack = (jax.random.uniform(jax.random.fold_in(where, 1), (batch,)) * (excess + 1)).astype(jnp.int32)
-    return window(steps, start + jnp.maximum(jnp.where(cropped, offset, 0), slack), end, length, config)
+    sampled: Batch = window(steps, start + jnp.maximum(jnp.where(cropped, offset, 0), slack), end, length, config)
+    return sampled
 
 
 def batches(steps: Steps, config: PredictorConfig) -> Iterator[Batch]:

@@ -29,7 +29,7 @@ class Inputs(NamedTuple):
 
 def embed(config: PredictorConfig, w: dict[str, Any], inputs: Inputs, dtype: Any) -> Float[Array, "*B D"]:
     """The residual stream that the first block reads."""
-    x = _routing(config, inputs.features, dtype) @ w["in_proj"].astype(dtype) + w["in_bias"].astype(dtype)
+    x: Array = _routing(config, inputs.features, dtype) @ w["in_proj"].astype(dtype) + w["in_bias"].astype(dtype)
     if config.uses_token:
         assert inputs.rows is not None
         x = x + _token_rows(w["token_embed"].astype(dtype), inputs.rows) @ w["token_proj"].astype(dtype)
@@ -66,7 +66,7 @@ def refine(
     z = hidden + _routing(config, known, dtype) @ w["known_proj"].astype(dtype)
     gate, value = jnp.split(rms_norm(z, w["refine_norm"]) @ w["refine_up"].astype(dtype), 2, axis=-1)
     z = z + (jax.nn.silu(gate) * value) @ w["refine_down"].astype(dtype)
-    change = rms_norm(z, w["refine_out_norm"]) @ w["refine_head"].astype(dtype)
+    change: Array = rms_norm(z, w["refine_out_norm"]) @ w["refine_head"].astype(dtype)
     return following + change.astype(jnp.float32).reshape(following.shape)
 
 
@@ -78,7 +78,8 @@ def membership(w: dict[str, Any], logits: Float[Array, "*B L E"], *, refined: bo
     log-odds are a line in the log of the softmax, so both order the experts of a layer alike.
     """
     row = int(refined)
-    scale, bias = w["odds_scale"][row].astype(jnp.float32), w["odds_bias"][row].astype(jnp.float32)
+    scale: Array = w["odds_scale"][row].astype(jnp.float32)
+    bias: Array = w["odds_bias"][row].astype(jnp.float32)
     return scale[:, None] * jax.nn.log_softmax(logits, axis=-1) + bias[:, None]
 
 

@@ -96,7 +96,8 @@ def feed_back(config: PredictorConfig, model: Predictor, batch: Batch, rate: flo
         forecast = activate(probs, config.active).reshape(batch.target.shape)
         shifted = jnp.pad(forecast, ((0, 0), (1, 0), (0, 0)))[:, :-1].astype(batch.target.dtype)
         inputs = inputs._replace(features=jnp.where(own[..., None], shifted, batch.inputs.features))
-    return jax.tree.map(jax.lax.stop_gradient, inputs)
+    stopped: Inputs = jax.tree.map(jax.lax.stop_gradient, inputs)
+    return stopped
 
 
 def _known(config: PredictorConfig, batch: Batch, key: Array) -> tuple[Float[Array, "B T keys"], Float[Array, "B L"]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,6 @@ SAMPLING = 0.1  # `TrainConfig.sampling` of scheduled sampling
 Progress = Callable[[int, int], None]
 
 
-@contextmanager
-def _no_progress(name: str) -> Iterator[Progress]:
-    yield lambda done, updates: None
-
-
 def train_predictor(
     trace: Trace,
     out: Path,
@@ -44,20 +39,20 @@ def train_predictor(
     inputs: str,
     sizes: Mapping[str, int],
     training: TrainConfig,
-    seed: int = 0,
-    sampled_updates: int | None = None,
-    teachers: int = 0,
-    stop_at: float | None = None,
-    log: Callable[[str], None] = lambda line: None,
-    progress: Callable[[str], AbstractContextManager[Progress]] = _no_progress,
+    seed: int,
+    sampled_updates: int | None,
+    teachers: int,
+    stop_at: float | None,
+    log: Callable[[str], None],
+    progress: Callable[[str], AbstractContextManager[Progress]],
 ) -> dict[str, Any]:
     """Trains on split `train` of a trace (on all of one without splits); writes predictor, evaluation, checkpoints.
 
-    Teacher forcing comes first, then `sampled_updates` (default: 0.4 of the updates) of scheduled sampling. With
-    `teachers`, so many predictors are trained first, and the predictor learns from their mean forecasts too. A tenth
-    of the sequences is held out for early stopping, unless `stop_at` says after which share of its updates each run
-    ends. `sizes` are further fields of `PredictorConfig`. `progress` gives, for the name of a run, what to call with
-    its updates done and in all. Returns what it writes as the evaluation. Raises `PredictorError`.
+    Teacher forcing comes first, then `sampled_updates` (None: 0.4 of the updates) of scheduled sampling. `teachers`
+    predictors are trained before that, if there are any, and the predictor learns from their mean forecasts too. A
+    tenth of the sequences is held out for early stopping, unless `stop_at` says after which share of its updates each
+    run ends. `sizes` are further fields of `PredictorConfig`. `progress` opens a display for the run of a name, which
+    is called with the updates done and all updates. Returns the evaluation. Raises `PredictorError`.
     """
     whole = trace if trace.split is None else trace.select("train")
     others = [] if trace.split is None else [str(name) for name in np.unique(trace.split) if name != "train"]
