@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -79,13 +78,13 @@ def train(args: argparse.Namespace) -> int:
 
     from seqmoe_jax.forecast.evaluation.evaluate import table
     from seqmoe_jax.forecast.training.config import TrainConfig
-    from seqmoe_jax.forecast.training.pipeline import Progress, train_predictor
+    from seqmoe_jax.forecast.training.pipeline import train_predictor
     from seqmoe_jax.traces.format import read_trace
 
     _check_training(args)
 
     @contextlib.contextmanager
-    def progress(name: str) -> Iterator[Progress]:
+    def progress(name: str) -> Iterator[Callable[[int, int], None]]:
         with tqdm(unit="update", disable=args.json or not sys.stderr.isatty(), leave=False, desc=name) as bar:
 
             def advance(done: int, updates: int) -> None:
@@ -95,8 +94,6 @@ def train(args: argparse.Namespace) -> int:
             yield advance
 
     trace = read_trace(args.trace)
-    if args.restart:
-        shutil.rmtree(args.out / "checkpoints", ignore_errors=True)
     evaluation = train_predictor(
         trace,
         args.out,
@@ -120,6 +117,7 @@ def train(args: argparse.Namespace) -> int:
         sampled_updates=args.sampled_updates,
         teachers=args.teachers,
         stop_at=args.stop_at,
+        restart=args.restart,
         log=_logger(args),
         progress=progress,
     )

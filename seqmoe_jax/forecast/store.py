@@ -35,7 +35,7 @@ def save(
     *,
     part_bytes: int = PART_BYTES,
 ) -> list[Path]:
-    """Writes predictor-1.safetensors, ..., matrices in bfloat16 and vectors in float32.
+    """Writes predictor-1.safetensors, ..., matrices in bfloat16 and vectors in float32, in place of what was there.
 
     `table` is the embedding row of every token id.
     """
@@ -51,6 +51,8 @@ def save(
             parts.append({})
         parts[-1][name] = np.ascontiguousarray(value)
     directory.mkdir(parents=True, exist_ok=True)
+    for former in directory.glob("predictor-*.safetensors"):
+        former.unlink()
     paths = [directory / f"predictor-{index}.safetensors" for index in range(1, len(parts) + 1)]
     for index, (path, part) in enumerate(zip(paths, parts, strict=True), 1):
         metadata = {"seqmoe_predictor": config.to_json(), "part": str(index), "parts": str(len(parts))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -28,8 +29,6 @@ from seqmoe_jax.traces.format import Trace
 
 SAMPLING = 0.1  # `TrainConfig.sampling` of scheduled sampling
 
-Progress = Callable[[int, int], None]
-
 
 def train_predictor(
     trace: Trace,
@@ -43,16 +42,18 @@ def train_predictor(
     sampled_updates: int | None,
     teachers: int,
     stop_at: float | None,
+    restart: bool,
     log: Callable[[str], None],
-    progress: Callable[[str], AbstractContextManager[Progress]],
+    progress: Callable[[str], AbstractContextManager[Callable[[int, int], None]]],
 ) -> dict[str, Any]:
     """Trains on split `train` of a trace (on all of one without splits); writes predictor, evaluation, checkpoints.
 
     Teacher forcing comes first, then `sampled_updates` (None: 0.4 of the updates) of scheduled sampling. `teachers`
     predictors are trained before that, if there are any, and the predictor learns from their mean forecasts too. A
     tenth of the sequences is held out for early stopping, unless `stop_at` says after which share of its updates each
-    run ends. `sizes` are further fields of `PredictorConfig`. `progress` opens a display for the run of a name, which
-    is called with the updates done and all updates. Returns the evaluation. Raises `PredictorError`.
+    run ends. Runs go on from their checkpoints unless `restart` is set. `sizes` are further fields of
+    `PredictorConfig`. `progress` opens a display for the run of a name, which is called with the updates done and all
+    updates. Returns the evaluation. Raises `PredictorError`.
     """
     whole = trace if trace.split is None else trace.select("train")
     others = [] if trace.split is None else [str(name) for name in np.unique(trace.split) if name != "train"]
@@ -77,13 +78,16 @@ def train_predictor(
     training = dataclasses.replace(training, window=min(training.window, longest))
     digest = hashlib.sha256(whole.ids.tobytes() + whole.tok.tobytes()).hexdigest()[:16]
     about = {"trace": digest, "teachers": teachers, "stop_at": stop_at}
+    checkpoints = out / "checkpoints"
+    if restart:
+        shutil.rmtree(checkpoints, ignore_errors=True)
     updates: dict[str, int] = {}  # those that the best validation of each run came after
 
     def run(name: str, training: TrainConfig, **options: Any) -> TrainResult:
         log(name)
         stop = None if stop_at is None else max(1, round(stop_at * training.updates))
         with progress(name) as advance:
-            result = fit(config, training, steps, held_out, stop=stop, checkpoints=out / "checkpoints" / name,
+            result = fit(config, training, steps, held_out, stop=stop, checkpoints=checkpoints / name,
                          run=about, log=log, progress=advance, **options)  # fmt: skip
         updates[name] = result.update
         return result
