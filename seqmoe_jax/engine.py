@@ -27,10 +27,10 @@ from seqmoe_jax.decode.step import StepConfig, jitted_step
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.cache import PINNED, CacheConfig, keep, rescore, settled
 from seqmoe_jax.experts.policy import check_policy, rule_of
+from seqmoe_jax.forecast.trained import TrainedPredictor
 from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, parse_bytes, plan_memory
 from seqmoe_jax.models.fused import DecodeKernels, unfit
 from seqmoe_jax.models.model import Model as Model
-from seqmoe_jax.models.model import Predictor as Predictor
 from seqmoe_jax.models.weights import ModelWeights
 from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.prefetch.engine import TransferCounts
@@ -60,7 +60,7 @@ class TokenEngine:
         model: Model,
         options: EngineOptions = EngineOptions(),  # noqa: B008  frozen
         *,
-        predictor: Predictor | None = None,
+        predictor: TrainedPredictor | None = None,
         vocab: int | None = None,
         replay: Replay | None = None,
         announce: Callable[[str], None] | None = None,

@@ -17,9 +17,10 @@ from seqmoe_jax.checkpoints.names import check_names, names_of
 from seqmoe_jax.checkpoints.read import iter_dense
 from seqmoe_jax.checkpoints.resolve import read_config, resolve_model
 from seqmoe_jax.checkpoints.safetensors import open_checkpoint
-from seqmoe_jax.engine import Model, Predictor
+from seqmoe_jax.engine import Model
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.host_pool import load_host_pool, random_host_pool
+from seqmoe_jax.forecast.trained import TrainedPredictor
 from seqmoe_jax.host_memory import Progress
 from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.models.spec import ModelSpec
@@ -74,17 +75,19 @@ def load_model(
     return Model(spec=spec, weights=weights, pools=pools, name=str(model)), directory
 
 
-def load_predictor(directory: Path, beside: Array, *, stem: str = "predictor") -> Predictor:
+def load_predictor(directory: Path, beside: Array) -> TrainedPredictor:
     """A predictor into the device memory that the array `beside` lies in, matrices in that array's dtype."""
     from seqmoe_jax.forecast import store
     from seqmoe_jax.forecast.by_rows import by_rows
 
-    config, weights = store.load(directory, stem=stem, dtype=beside.dtype)
+    config, weights = store.load(directory, dtype=beside.dtype)
     weights = by_rows(jax.device_put(weights, next(iter(beside.devices()))))
-    return Predictor(config=config, weights=weights, name=directory.name)
+    return TrainedPredictor(config=config, weights=weights, name=directory.name)
 
 
-def find_and_load_predictor(choice: str | Path, model: Model, *, trained_on: str | None = None) -> Predictor | None:
+def find_and_load_predictor(
+    choice: str | Path, model: Model, *, trained_on: str | None = None
+) -> TrainedPredictor | None:
     """The predictor that "auto", "none" or a directory means for a model, in device memory beside its weights.
 
     `trained_on` names the model whose routing is replayed, where that is not `model`'s own. Raises `PredictorError`.

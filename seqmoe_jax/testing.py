@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from seqmoe_jax.api import Engine
-from seqmoe_jax.engine import Model, Predictor, TokenEngine
+from seqmoe_jax.engine import Model, TokenEngine
+from seqmoe_jax.forecast.trained import TrainedPredictor
 from seqmoe_jax.loading import random_model
 from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.text import ByteTokenizer
@@ -45,19 +46,19 @@ def tiny_engine(*, seed: int = 0, **options: Any) -> Engine:
     return Engine(TokenEngine(model, EngineOptions(**options)), ByteTokenizer(vocab=model.spec.vocab), ends=())
 
 
-def untrained_predictor(model: Model) -> Predictor:
+def untrained_predictor(model: Model) -> TrainedPredictor:
     """A small predictor of the model's L, E and K, whose weights were never trained: its forecasts are noise."""
     import jax.numpy as jnp
     from flax import nnx
 
     from seqmoe_jax.forecast.config import PredictorConfig
-    from seqmoe_jax.forecast.predictor import Predictor as Module
+    from seqmoe_jax.forecast.predictor import Predictor
 
     spec = model.spec
     config = PredictorConfig(
         model=model.name, layers=len(spec.moe_layers), experts=spec.moe.experts, active=spec.moe.top_k,
-        width=32, head=16, columns=8, blocks=1, echo=16, vocabulary=spec.vocab, token_rows=70, token_width=8,
+        d_model=32, head_dim=16, d_state=8, blocks=1, echo=16, vocabulary=spec.vocab, token_rows=70, token_width=8,
         refine_width=16,
     )  # fmt: skip
-    weights = Module(config, rngs=nnx.Rngs(0)).weights() | {"token_table": jnp.arange(spec.vocab) % 60}
-    return Predictor(config=config, weights=weights, name="untrained")
+    weights = Predictor(config, rngs=nnx.Rngs(0)).weights() | {"token_table": jnp.arange(spec.vocab) % 60}
+    return TrainedPredictor(config=config, weights=weights, name="untrained")

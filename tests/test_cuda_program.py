@@ -64,8 +64,8 @@ ends = jax.ShapeDtypeStruct((1,), jnp.int32)
 link = predictor = plan = foreseen = state = None
 if steps:
     plan = PlanConfig(layers=3, experts=8, tasks=4, keep=4, steps=steps)
-    foreseen = PredictorConfig(model="tiny", layers=3, experts=8, active=2, width=32, head=16, columns=8, blocks=1,
-                               echo=16, vocabulary=256, token_rows=70, token_width=8, refine_width=16)
+    foreseen = PredictorConfig(model="tiny", layers=3, experts=8, active=2, d_model=32, head_dim=16, d_state=8,
+                               blocks=1, echo=16, vocabulary=256, token_rows=70, token_width=8, refine_width=16)
     from flax import nnx
     predictor = there(jax.eval_shape(lambda: Predictor(foreseen, rngs=nnx.Rngs(0)).weights() | {
         "token_table": jnp.zeros(256, jnp.int32)}))

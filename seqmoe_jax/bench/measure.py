@@ -14,7 +14,8 @@ from pallas_kernels.backend import Implementation
 from seqmoe_jax.bench.settings import Setting
 from seqmoe_jax.bench.shares import profile_steps
 from seqmoe_jax.decode.replay import Replay
-from seqmoe_jax.engine import Model, Predictor, TokenEngine
+from seqmoe_jax.engine import Model, TokenEngine
+from seqmoe_jax.forecast.trained import TrainedPredictor
 from seqmoe_jax.sampling import SamplingConfig
 
 PROMPT = 128  # tokens
@@ -24,7 +25,7 @@ def measure(
     model: Model,
     setting: Setting,
     *,
-    predictor: Predictor | None,
+    predictor: TrainedPredictor | None,
     replay: Replay | None,
     steps: int,
     repeats: int,

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
+import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from seqmoe_jax.errors import PredictorError
-
-if TYPE_CHECKING:
-    from seqmoe_jax.forecast.config import PredictorConfig
-    from seqmoe_jax.forecast.evaluation.evaluate import Row
-    from seqmoe_jax.traces.format import Trace
-
-    Predictor = tuple[PredictorConfig, dict[str, Any]]  # what `store.load` gives
-
-Log = Callable[[str], None]
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +29,10 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     add("--learning-rate", type=float, default=2e-3, metavar="RATE", help="at its highest (default: 2e-3)")
     add("--sampled-updates", type=int, metavar="N", help="of scheduled sampling after it, 0: none (default: 0.4 of "
         "the updates)")  # fmt: skip
+    add("--teachers", type=int, default=0, metavar="N", help="predictors of different seeds that are trained first; "
+        "the predictor learns from their mean forecasts too (default: 0)")  # fmt: skip
+    add("--stop-at", type=float, metavar="SHARE", help="train on all of split `train` and end after this share of the "
+        "updates, such as 0.75 (default: hold out a tenth and stop early)")  # fmt: skip
     add("--seed", type=int, default=0)
     add("--restart", action="store_true", help="do not go on from the checkpoints in DIR")
     add("--json", action="store_true", help="machine-readable output")
@@ -54,171 +48,101 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="machine-readable output")
 
 
-def parts_of(trace: Trace, split: str) -> tuple[Trace, Trace]:
-    """(sequences to fit on, sequences to evaluate on): the splits of the trace, else a tenth held out."""
-    from seqmoe_jax.forecast.data import divide
-
-    if trace.split is None:
-        return divide(trace)
-    return trace.select("train"), trace.select(split)
-
-
-def evaluation(
-    fitted: Trace, held: Trace, predictor: Predictor | None, *, model: str | None, trigger: int | None = None, log: Log
-) -> dict[str, Row]:
-    """Rows of the recall table on `held`: the baselines, fitted on `fitted`, and a predictor."""
-    from seqmoe_jax.forecast.config import PredictorConfig
-    from seqmoe_jax.forecast.data import prepare
-    from seqmoe_jax.forecast.evaluation.baselines import baselines
-    from seqmoe_jax.forecast.evaluation.evaluate import evaluate_baseline, evaluate_predictor
-    from seqmoe_jax.forecast.evaluation.metrics import params_of
-
-    bare = PredictorConfig(
-        model=model or "", layers=held.layers, experts=held.num_experts, active=held.active, inputs="activations"
-    )
-    steps = prepare(held, bare, None)
-    rows = {}
-    for name, scores in baselines(prepare(fitted, bare, None), bare).items():
-        log(f"evaluating {name} on {int(held.decoded().sum())} steps")
-        rows[name] = evaluate_baseline(bare, scores, steps)
-    if predictor is not None:
-        config, weights = predictor
-        log(f"evaluating the predictor ({config.inputs})")
-        steps = prepare(held, config, weights.get("token_table"))
-        params = params_of(config, weights)
-        rows[config.inputs] = evaluate_predictor(config, params, weights, steps, trigger=trigger)
-    return rows
-
-
 def evaluate(args: argparse.Namespace) -> int:
     from seqmoe_jax.forecast import store
+    from seqmoe_jax.forecast.data import divide
     from seqmoe_jax.forecast.evaluation.cost import cost, describe
-    from seqmoe_jax.forecast.evaluation.evaluate import table
+    from seqmoe_jax.forecast.evaluation.evaluate import recall_rows, table
     from seqmoe_jax.traces.format import read_trace
 
     trace = read_trace(args.trace)
-    model = args.model or trace.model
     predictor = None
     if args.predictor != "none":
-        predictor = store.load(store.require_predictor(args.predictor, model, **trace.sizes))
-    fitted, held = parts_of(trace, args.split)
-    log = _logger(args)
-    rows = evaluation(fitted, held, predictor, model=model, trigger=args.trigger, log=log)
-    said: dict[str, Any] = {"predictors": rows}
+        directory = store.require_predictor(args.predictor, args.model or trace.model, **trace.sizes)
+        predictor = store.load(directory)
+    fitted, held = divide(trace) if trace.split is None else (trace.select("train"), trace.select(args.split))
+    rows = recall_rows(fitted, held, predictor, trigger=args.trigger, log=_logger(args))
+    if args.json:
+        costs = {} if predictor is None else {"cost": cost(predictor[0])._asdict()}
+        print(json.dumps({"predictors": rows} | costs))
+        return 0
+    print(table(rows))
     if predictor is not None:
-        said["cost"] = cost(predictor[0])._asdict()
-    print(json.dumps(said) if args.json else table(rows))
-    if predictor is not None and not args.json:
         print(describe(cost(predictor[0])))
     return 0
 
 
 def train(args: argparse.Namespace) -> int:
     import jax
-    import numpy as np
     from tqdm import tqdm
 
-    from seqmoe_jax.forecast import store
-    from seqmoe_jax.forecast.config import PredictorConfig
-    from seqmoe_jax.forecast.data import divide, prepare
-    from seqmoe_jax.forecast.evaluation.cost import cost
     from seqmoe_jax.forecast.evaluation.evaluate import table
-    from seqmoe_jax.forecast.features import FIRST_ROW, token_table
-    from seqmoe_jax.forecast.training.fit import Result, fit
-    from seqmoe_jax.forecast.training.train import Plan, Recipe, weights_of
+    from seqmoe_jax.forecast.training.config import TrainConfig
+    from seqmoe_jax.forecast.training.pipeline import train_predictor
     from seqmoe_jax.traces.format import read_trace
 
     _check_training(args)
-    trace = read_trace(args.trace)
-    whole = trace if trace.split is None else trace.select("train")
-    part, validation = divide(whole)
-    if min(part.lens.max(), validation.lens.max()) < 2:
-        raise PredictorError("training needs sequences of at least 2 steps: a step is forecast from the one before it")
-    tokens, vocabulary = None, 0
-    if args.inputs == "activations+token":
-        vocabulary = trace.vocab_size or int(trace.tok.max()) + 1
-        tokens = token_table(part.tok, vocabulary)
-    config = PredictorConfig(
-        model=args.model or trace.model or "unnamed",
-        layers=trace.layers, experts=trace.num_experts, active=trace.active, inputs=args.inputs,
-        width=args.width, blocks=args.blocks, vocabulary=vocabulary, token_width=args.token_width, echo=args.echo,
-        refine_width=args.refine_width, token_rows=FIRST_ROW if tokens is None else int(tokens.max()) + 1,
-    )  # fmt: skip
-    log = _logger(args)
-    log(f"training on {part.steps} steps, stopping early on {validation.steps} of the same split")
-    steps, held = prepare(part, config, tokens), prepare(validation, config, tokens)
-    longest = -(-int(part.lens.max()) // 64) * 64
-    plan = Plan(batch=args.batch, window=min(args.window, longest), every=50, bfloat16=jax.default_backend() != "cpu")
-    recipe = Recipe(updates=args.updates, learning_rate=args.learning_rate)
-    checkpoints = _checkpoints(args)
-    about = {"trace": hashlib.sha256(whole.ids.tobytes() + whole.tok.tobytes()).hexdigest()[:16]}
 
-    def run(name: str, recipe: Recipe, **options: Any) -> Result:
+    @contextlib.contextmanager
+    def progress(name: str) -> Iterator[Callable[[int, int], None]]:
         with tqdm(unit="update", disable=args.json or not sys.stderr.isatty(), leave=False, desc=name) as bar:
 
-            def progress(done: int, updates: int) -> None:
+            def advance(done: int, updates: int) -> None:
                 bar.total = updates
                 bar.update(done - bar.n)
 
-            return fit(config, plan, recipe, steps, held, checkpoints=checkpoints / name, run=about, log=log,
-                       progress=progress, **options)  # fmt: skip
+            yield advance
 
-    result = run("forced", recipe, seed=args.seed)
-    updates = {"forced": result.update}  # those that the best validation came after
-    more = int(0.4 * args.updates) if args.sampled_updates is None else args.sampled_updates
-    if more:
-        log("scheduled sampling")
-        slower = recipe._replace(updates=more, learning_rate=0.3 * args.learning_rate)
-        weights = weights_of(config, result.params)
-        result = run("sampled", slower, seed=args.seed + 1, weights=weights, sampled=True)
-        updates["sampled"] = result.update
-    weights = weights_of(config, result.params)
-    store.save(args.out, config, jax.device_get(weights) | {"popularity": whole.popularity()}, tokens)
-    # What is stored is what is evaluated: its weights are rounded to bfloat16.
-    predictor = store.load(args.out)
-    others = [] if trace.split is None else [str(name) for name in np.unique(trace.split) if name != "train"]
-    said: dict[str, Any] = {"updates": updates, "cost": cost(config)._asdict(), "splits": {}}
-    for name in others or ["validation"]:
-        there = trace.select(name) if others else validation
-        log(f"split {name}")
-        rows = evaluation(part, there, predictor, model=config.model, log=log)
-        said["splits"][name] = {"predictors": rows}
-        if not args.json:
-            print(f"{name}\n{table(rows)}")
-    (args.out / store.EVALUATION).write_text(json.dumps(said, indent=1) + "\n")
+    trace = read_trace(args.trace)
+    evaluation = train_predictor(
+        trace,
+        args.out,
+        model=args.model or trace.model or "unnamed",
+        inputs=args.inputs,
+        sizes={
+            "d_model": args.width,
+            "blocks": args.blocks,
+            "token_width": args.token_width,
+            "echo": args.echo,
+            "refine_width": args.refine_width,
+        },
+        training=TrainConfig(
+            updates=args.updates,
+            batch=args.batch,
+            window=args.window,
+            learning_rate=args.learning_rate,
+            bfloat16=jax.default_backend() != "cpu",
+        ),
+        seed=args.seed,
+        sampled_updates=args.sampled_updates,
+        teachers=args.teachers,
+        stop_at=args.stop_at,
+        restart=args.restart,
+        log=_logger(args),
+        progress=progress,
+    )
     if args.json:
-        print(json.dumps(said))
+        print(json.dumps(evaluation))
+        return 0
+    for name, split in evaluation["splits"].items():
+        print(f"{name}\n{table(split['predictors'])}")
     return 0
 
 
 def _check_training(args: argparse.Namespace) -> None:
-    least = {
-        "updates": 1,
-        "batch": 1,
-        "window": 32,
-        "token_width": 1,
-        "refine_width": 1,
-        "echo": 0,
-        "sampled_updates": 0,
-    }
+    least = {"updates": 1, "batch": 1, "window": 32, "token_width": 1, "refine_width": 1}
+    least |= dict.fromkeys(("echo", "teachers", "sampled_updates"), 0)
     for name, lowest in least.items():
         value = getattr(args, name)
         if value is not None and value < lowest:
             raise PredictorError(f"--{name.replace('_', '-')} must be at least {lowest}, got {value}")
     if not 0 < args.learning_rate < 1:
         raise PredictorError(f"--learning-rate must be above 0 and below 1, got {args.learning_rate}")
+    if args.stop_at is not None and not 0 < args.stop_at <= 1:
+        raise PredictorError(f"--stop-at must be above 0 and at most 1, got {args.stop_at}")
 
 
-def _checkpoints(args: argparse.Namespace) -> Path:
-    import shutil
-
-    directory = args.out / "checkpoints"
-    if args.restart and directory.exists():
-        shutil.rmtree(directory)
-    return directory
-
-
-def _logger(args: argparse.Namespace) -> Log:
+def _logger(args: argparse.Namespace) -> Callable[[str], None]:
     if args.json:
         return lambda line: None
     return lambda line: print(line, file=sys.stderr, flush=True)

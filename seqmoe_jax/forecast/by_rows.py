@@ -1,7 +1,7 @@
-"""Matrices stored by their outputs, for one vector at a time.
+"""Matrices that are stored transposed, for products with one vector at a time.
 
-XLA computes a vector times a matrix [in, out] by writing all products to memory and adding them up in another launch,
-the products rounded to the dtype of the matrix. With the rows of the transposed matrix it is one reduction in float32.
+XLA multiplies a vector by a matrix [in, out] in two launches on a GPU: it writes all products to memory, rounded to the
+dtype of the matrix, and then adds them up. From the transposed matrix the same product is one reduction in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 @jax.tree_util.register_pytree_node_class
 class ByRows:
-    """A matrix [in, out] that is stored as [out, in] and stands on the right of `@`."""
+    """A matrix [in, out] that is stored as its transpose [out, in]. It may stand on the right of `@`."""
 
     def __init__(self, rows: Float[Array, "out in"]):
         self.rows = rows
@@ -45,15 +45,9 @@ class ByRows:
 
 
 def by_rows(weights: dict[str, Any]) -> dict[str, Any]:
-    """The predictor's plain pytree with every matrix that vectors are multiplied by stored by rows."""
-    tables = {
-        "token_embed",
-        "token_table",
-        "conv",
-        "odds_scale",
-        "odds_bias",
-        "popularity",
-    }  # two dimensions, but no such matrix
+    """The predictor's plain pytree in which every matrix that a vector is multiplied by is stored by rows."""
+    # These have two dimensions but no vector is multiplied by them.
+    tables = {"token_embed", "token_table", "conv", "odds_scale", "odds_bias", "popularity"}
 
     def convert(name: str, value: Any) -> Any:
         if name == "blocks":

@@ -13,7 +13,6 @@ from seqmoe_jax.forecast.features import FIRST_ROW
 from seqmoe_jax.forecast.mamba2 import Mamba2Config
 
 INPUTS = ("activations", "activations+token")
-KINDS = ("sum", "next")
 
 
 def short_name(model: str | Path) -> str:
@@ -27,27 +26,16 @@ def short_name(model: str | Path) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Retention:
-    """A score of future use, counted from the step *after* the one that the next-step head forecasts.
-
-    "sum": (1 - discount) * sum over later steps of discount^(j - 1), where they use the key, j = 1, 2, ...
-    "next": discount^(j - 1) for the first later step j that uses it, which is what Belady's policy orders by.
-    """
-
-    kind: str = "next"
-    discount: float = 0.9
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS or not 0 < self.discount < 1:
-            raise PredictorError(f"retention is one of {', '.join(KINDS)} with a discount in (0, 1), got {self}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PredictorConfig:
-    """Sizes: L `layers`, E `experts`, K `active`, width D; `token_rows` embedding rows serve `vocabulary` token ids.
+    """The model that a predictor is for (L `layers`, E `experts`, K `active`), its inputs and its sizes.
 
-    `echo` is the number of past steps searched for an earlier occurrence of the coming token (0: none). `power` is
-    applied to routing probabilities before the projections: 0.5 keeps lightly weighted experts visible.
+    `d_model`, `expand`, `head_dim` and `d_state` are those of its `blocks` Mamba2 blocks. `token_rows` embedding rows
+    of `token_width` values serve `vocabulary` token ids. `echo` is the number of past steps that are searched for an
+    earlier occurrence of the coming token (0: none). `power` is applied to routing probabilities before the
+    projections: 0.5 keeps lightly weighted experts visible. `refine_width` is the inner width of the refinement.
+
+    The retention score of a key is `discount`^(j - 1) for the first step j = 1, 2, ... that uses it *after* the one
+    that the next-step head forecasts, which is what Belady's policy orders by; 0 where none does.
     """
 
     model: str
@@ -55,28 +43,30 @@ class PredictorConfig:
     experts: int
     active: int
     inputs: str = "activations+token"
-    width: int = 640
+    d_model: int = 640
     blocks: int = 2
     expand: int = 2
-    head: int = 64
-    columns: int = 64
+    head_dim: int = 64
+    d_state: int = 64
     vocabulary: int = 0
     token_rows: int = FIRST_ROW
     token_width: int = 96
     echo: int = 512
     power: float = 0.5
     refine_width: int = 768
-    retention: tuple[Retention, ...] = (Retention(),)
+    discount: float = 0.9
 
     def __post_init__(self) -> None:
         if self.inputs not in INPUTS:
             raise PredictorError(f"inputs must be one of {', '.join(INPUTS)}, got {self.inputs!r}")
-        if min(self.layers, self.experts, self.active, self.width, self.blocks) < 1 or self.active > self.experts:
+        if min(self.layers, self.experts, self.active, self.d_model, self.blocks) < 1 or self.active > self.experts:
             raise PredictorError(
                 f"a predictor needs positive sizes and K <= E, got L={self.layers}, E={self.experts}, K={self.active}, "
-                f"width {self.width}, {self.blocks} blocks"
+                f"width {self.d_model}, {self.blocks} blocks"
             )
-        self.block  # whose sizes must fit too  # noqa: B018
+        if not 0 < self.discount < 1:
+            raise PredictorError(f"the discount of retention must be in (0, 1), got {self.discount}")
+        self.block  # noqa: B018  # the sizes of a block must fit too, and its configuration checks them
 
     @property
     def keys(self) -> int:
@@ -92,7 +82,7 @@ class PredictorConfig:
 
     @property
     def block(self) -> Mamba2Config:
-        return Mamba2Config(width=self.width, expand=self.expand, head=self.head, columns=self.columns)
+        return Mamba2Config(d_model=self.d_model, expand=self.expand, head_dim=self.head_dim, d_state=self.d_state)
 
     def check(self, *, layers: int, experts: int, active: int, model: str | Path | None = None) -> None:
         """Raises `PredictorError` where this predictor is for another model (by `short_name`) or shape."""
@@ -112,9 +102,7 @@ class PredictorConfig:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> PredictorConfig:
         """The inverse of `dataclasses.asdict`; a missing or unknown field is a `PredictorError`."""
-        fields = dict(fields)
         try:
-            fields["retention"] = tuple(Retention(**retention) for retention in fields["retention"])
             return cls(**fields)
-        except (KeyError, TypeError) as error:
+        except TypeError as error:
             raise PredictorError(f"not a predictor's configuration: {error}") from error

@@ -1,11 +1,13 @@
-"""Traces as arrays on the device, and training batches cut from them there.
+"""Traces as arrays on the device, and batches for training and evaluation that are cut from them there.
 
-Positions as in `predictor`: position t reads step t - 1 and token t, and its target is step t.
+Positions are those of `predictor`: position t reads the routing of step t - 1 and token t, and its target is step t.
+Shapes: T steps, N sequences, B windows; keys = L * E.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -17,15 +19,18 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from seqmoe_jax.errors import PredictorError
 from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.forecast.features import activation_features, echo_steps, steps_until_use
-from seqmoe_jax.forecast.predictor import Inputs
+from seqmoe_jax.forecast.heads import Inputs
 from seqmoe_jax.traces.format import Trace
 
-BLOCK = 16384  # steps converted at a time: float32 copies of a long trace stay small
+BLOCK = 16384  # steps that are converted at a time, so that float32 copies of a long trace stay small
 
 
 class Steps(NamedTuple):
-    """T steps of N sequences. `echo` is an index of a step or -1, `until` as in `features.steps_until_use`; `decoded`
-    is false where a step belongs to a prompt."""
+    """T steps of N sequences, of which `starts` and `ends` are the first step and the step after the last.
+
+    `rows` are the embedding rows of the tokens; `echo` is the index of the step that each step's echo comes from, or
+    -1; `until` is made by `features.steps_until_use`; `decoded` is false where a step belongs to a prompt.
+    """
 
     features: Float[Array, "T keys"]
     until: Integer[Array, "T keys"]
@@ -37,9 +42,10 @@ class Steps(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Windows of B sequences; positions past a sequence's end are not `valid`. `left`: steps after each position.
+    """Windows of B sequences. Positions past the end of a sequence are not `valid`.
 
-    `scored`: the positions that recall is taken over, which are not of a prompt and have routing before them.
+    Recall is taken over the `scored` positions, which are not of a prompt and have routing before them. `left` is the
+    number of steps that follow each position.
     """
 
     inputs: Inputs
@@ -50,17 +56,10 @@ class Batch(NamedTuple):
     left: Int[Array, "B T"]
 
 
-def prepare(
-    trace: Trace,
-    config: PredictorConfig,
-    table: Integer[np.ndarray, " vocabulary"] | None,
-    *,
-    room: tuple[int, int] | None = None,
-) -> Steps:
-    """A trace's steps as device arrays. Raises `PredictorError` where the trace is of another shape of model.
+def prepare(trace: Trace, config: PredictorConfig, table: Integer[np.ndarray, " vocabulary"] | None) -> Steps:
+    """A trace's steps as device arrays; `table` is the embedding row of every token id (`features.token_table`).
 
-    `room` (steps, sequences) pads with steps of no sequence and empty sequences: data sets of one shape share what
-    is compiled.
+    Raises `PredictorError` where the trace is of another shape of model or has a token that the table lacks.
     """
     config.check(layers=trace.layers, experts=trace.num_experts, active=trace.active)
     steps = trace.steps
@@ -78,26 +77,25 @@ def prepare(
         rows = np.asarray(table, np.int32)[trace.tok]
     if config.uses_echo:
         echo = echo_steps(trace.tok, offsets, config.echo)
-    more, empty = (0, 0) if room is None else (room[0] - steps, room[1] - trace.sequences)
-
-    def padded(array: np.ndarray, count: int) -> Array:
-        return jnp.asarray(np.pad(array, ((0, count),) + ((0, 0),) * (array.ndim - 1)))
-
     return Steps(
-        features=padded(features, more),
-        until=padded(steps_until_use(features > 0, offsets), more),
-        rows=padded(rows, more),
-        echo=padded(echo.astype(np.int32), more),
-        decoded=padded(trace.decoded(), more),
-        starts=padded(offsets[:-1].astype(np.int32), empty),
-        ends=padded(offsets[1:].astype(np.int32), empty),
+        features=jnp.asarray(features),
+        until=jnp.asarray(steps_until_use(features > 0, offsets)),
+        rows=jnp.asarray(rows),
+        echo=jnp.asarray(echo, jnp.int32),
+        decoded=jnp.asarray(trace.decoded()),
+        starts=jnp.asarray(offsets[:-1], jnp.int32),
+        ends=jnp.asarray(offsets[1:], jnp.int32),
     )
 
 
+@functools.partial(jax.jit, static_argnames=("length", "config"))
 def window(
     steps: Steps, starts: Int[Array, " B"], ends: Int[Array, " B"], length: int, config: PredictorConfig
 ) -> Batch:
-    """Steps starts..starts+length of each sequence; what came before `starts` is hidden, echoes too."""
+    """The `length` steps from `starts` on of sequences that end before `ends`.
+
+    What came before `starts` is hidden: the first position reads no routing, and echoes from there are left out.
+    """
     position = starts[:, None] + jnp.arange(length, dtype=jnp.int32)
     valid = position < ends[:, None]
     position = jnp.minimum(position, ends[:, None] - 1)
@@ -117,33 +115,43 @@ def window(
     return Batch(Inputs(before, rows, echo), target, steps.until[position], valid, scored, left)
 
 
-def sample(steps: Steps, key: Array, batch: int, length: int, crop: float | Array, config: PredictorConfig) -> Batch:
-    """A training batch: sequences drawn by length; with probability `crop` one begins anywhere in its first half."""
+def sample(steps: Steps, key: Array, batch: int, length: int, crop: float, config: PredictorConfig) -> Batch:
+    """A training batch of sequences drawn in proportion to their length.
+
+    With probability `crop` a window begins anywhere in the first half of its sequence.
+    """
     which, whether, where = jax.random.split(key, 3)
     size = (steps.ends - steps.starts).astype(jnp.float32)
     sequence = jax.random.categorical(which, jnp.log(size), shape=(batch,))
     start, end = steps.starts[sequence], steps.ends[sequence]
     room = (end - start) // 2
     offset = (jax.random.uniform(where, (batch,)) * room).astype(jnp.int32)
-    cropped = jax.random.bernoulli(whether, jnp.asarray(crop, jnp.float32), (batch,))
-    # A sequence longer than the window begins late enough that every part of it is seen at times.
+    cropped = jax.random.bernoulli(whether, crop, (batch,))
+    # Windows of a sequence longer than they are begin at random, so that every part of it is seen at times.
     excess = jnp.maximum(end - start - length, 0)
     slack = (jax.random.uniform(jax.random.fold_in(where, 1), (batch,)) * (excess + 1)).astype(jnp.int32)
-    return window(steps, start + jnp.maximum(jnp.where(cropped, offset, 0), slack), end, length, config)
+    sampled: Batch = window(steps, start + jnp.maximum(jnp.where(cropped, offset, 0), slack), end, length, config)
+    return sampled
+
+
+def batches(steps: Steps, config: PredictorConfig) -> Iterator[Batch]:
+    """Whole sequences in batches of one shape, longest first; the last batch is filled up with empty sequences."""
+    starts, ends = np.asarray(steps.starts), np.asarray(steps.ends)
+    # On an accelerator the recurrent evaluation takes as long for many sequences as for few.
+    size = min(16 if jax.default_backend() == "cpu" else 96, len(starts))
+    length = -(-int((ends - starts).max()) // 64) * 64
+    order = np.argsort(starts - ends, kind="stable")
+    for first in range(0, len(order), size):
+        part = order[first : first + size]
+        begin, stop = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        begin[: len(part)], stop[: len(part)] = starts[part], ends[part]
+        yield window(steps, jnp.asarray(begin), jnp.asarray(stop), length, config)
 
 
 def divide(trace: Trace, seed: int = 0, share: float = 0.1) -> tuple[Trace, Trace]:
-    """(training, validation) sequences; the validation tenth is what early stopping and tuning look at."""
+    """(training, validation) sequences; early stopping looks at the validation ones, a tenth by default."""
     if trace.sequences < 2:
         raise PredictorError(f"training needs at least 2 sequences, got {trace.sequences}")
     order = np.random.default_rng(seed).permutation(trace.sequences)
     held = max(1, round(share * trace.sequences))
     return trace.take(np.sort(order[held:])), trace.take(np.sort(order[:held]))
-
-
-def shuffle_steps(trace: Trace, seed: int = 0) -> Trace:
-    """The control: steps of every sequence in random order, so that only their frequency is left."""
-    random = np.random.default_rng(seed)
-    spans = zip(trace.seq_offsets[:-1], trace.seq_offsets[1:], strict=True)
-    order = np.concatenate([start + random.permutation(int(end - start)) for start, end in spans])
-    return dataclasses.replace(trace, ids=trace.ids[order], probs_u8=trace.probs_u8[order], tok=trace.tok[order])

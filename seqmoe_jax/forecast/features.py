@@ -1,11 +1,11 @@
-"""What the predictor reads: routing as one vector per step (paper 5.2), token rows, echoes.
+"""The predictor's inputs: routing as one vector per step (paper 5.2), token rows, echoes.
 
-A step's routing becomes a vector of L*E probabilities: softmax over the K routed experts of each layer, zero for
-the others, layers side by side. Shapes: T steps, L layers, K active of E experts, key = layer * E + expert.
+The routing of a step becomes a vector of L*E probabilities: the softmax over the K routed experts of each layer, zero
+for the others, layers side by side. Shapes: T steps, L layers, K active of E experts, key = layer * E + expert.
 
-An *echo* is the routing of the latest earlier step of the same sequence that processed the same token, longest
-common context first. Routing depends on the token so much that this tells most of what a token's own embedding
-could, and it also works for tokens that training never saw.
+The *echo* of a token is the routing of an earlier step of the same sequence that processed the same token: the step
+whose preceding tokens match the longest context, and the latest of these. Routing depends so much on the token that an
+echo tells most of what an embedding of the token could, and it also exists for tokens that training never saw.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Integer, UInt8
 
-CONTEXT = 3  # tokens compared for an echo: the one processed and the two before it
-NO_TOKEN = 0  # row of a step whose token is not known yet
-FIRST_ROW = 1 + 64  # rows 1..64 are shared by tokens that training never saw
-NEVER = 255  # "not used again within 254 steps"
+CONTEXT = 3  # tokens that are compared for an echo: the one processed and the two before it
+NO_TOKEN = 0  # embedding row of a step whose token is not known yet
+FIRST_ROW = (
+    1 + 64
+)  # Rows 1 to 64 are shared by tokens that training never saw; the rows from here on have one token each.
+NEVER = 255  # steps until a use that does not come within 254 steps
 
 
 def activation_features(
@@ -38,44 +40,38 @@ def activation_features(
 
 
 def activate(probs: Float[Array, "*B L E"], active: int) -> Float[Array, "*B L E"]:
-    """Psi of paper 5.2 on a forecast: the K likeliest experts of each layer, normalised; the others zero.
+    """The K likeliest experts of each layer of a forecast, normalised; the others are zero (Psi in paper 5.2).
 
-    This is what recursive prediction feeds back, so that forecasts and observed routing look alike.
+    Recursive prediction feeds this back, so that forecasts and observed routing look alike.
     """
     threshold = jax.lax.top_k(probs, active)[0][..., -1:]
     kept = jnp.where(probs >= threshold, probs, 0)
     return kept / jnp.maximum(kept.sum(-1, keepdims=True), 1e-9)
 
 
-def token_table(tokens: Int[np.ndarray, " T"], vocabulary: int, least: int = 1) -> Int[np.ndarray, " vocabulary"]:
-    """Embedding row of every token id: its own where `tokens` holds it at least `least` times, else a shared one."""
-    counts = np.bincount(tokens, minlength=vocabulary)
+def token_table(tokens: Int[np.ndarray, " T"], vocabulary: int) -> Int[np.ndarray, " vocabulary"]:
+    """Embedding row of every token id: its own where `tokens` holds the id, else a shared one."""
     rows = 1 + np.arange(vocabulary, dtype=np.int64) % (FIRST_ROW - 1)
-    seen = np.flatnonzero(counts >= least)
+    seen = np.unique(tokens)
     rows[seen] = FIRST_ROW + np.arange(len(seen))
     return rows.astype(np.int32)
 
 
-def echo_steps(
-    tokens: Int[np.ndarray, " T"], offsets: Int[np.ndarray, " N1"], window: int, *, longest: int = CONTEXT
-) -> Int[np.ndarray, " T"]:
-    """For each step the step that its echo comes from, at most `window` steps back; -1 where there is none.
-
-    Contexts of up to `longest` tokens are compared; 1 is the latest occurrence of the token, whatever stood before.
-    """
+def echo_steps(tokens: Int[np.ndarray, " T"], offsets: Int[np.ndarray, " N1"], window: int) -> Int[np.ndarray, " T"]:
+    """For each step the step that its echo comes from, at most `window` steps back; -1 where there is none."""
     found = np.full(len(tokens), -1, np.int64)
     for start, end in itertools.pairwise(offsets):
-        latest: list[dict[tuple[int, ...], int]] = [{} for _ in range(longest)]
+        latest: list[dict[tuple[int, ...], int]] = [{} for _ in range(CONTEXT)]
         sequence = tokens[start:end].tolist()
         for step in range(len(sequence)):
-            # Before the first token stands -1, as in the decode step's memory.
-            context = tuple(sequence[step - back] if step >= back else -1 for back in range(longest))
-            for length in range(longest, 0, -1):
+            # Places before the first token hold -1, as in the memory of the decode step.
+            context = tuple(sequence[step - back] if step >= back else -1 for back in range(CONTEXT))
+            for length in range(CONTEXT, 0, -1):
                 source = latest[length - 1].get(context[:length], -1)
                 if source >= 0 and step - source <= window:
                     found[start + step] = start + source
                     break
-            for length in range(longest):
+            for length in range(CONTEXT):
                 latest[length][context[: length + 1]] = step
     return found
 

@@ -107,7 +107,7 @@ def foresee(
     )
     batch = tokens.shape[0]
     coming = mean_over(following.reshape(batch, -1), active)
-    kept = mean_over(retention[:, 0].reshape(batch, -1), active)
+    kept = mean_over(retention.reshape(batch, -1), active)
     planned = [coming]
     if (last := ahead + steps - 1) > 1:
         rolled = plain.rollout(config, predictor, state, last)[:, ahead - 1 :]

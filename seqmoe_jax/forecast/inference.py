@@ -1,8 +1,8 @@
 """The predictor at inference: pure functions over a plain pytree, for use inside the jitted decode step (paper 5.3).
 
-`weights` is what `Predictor.weights()` gives or `store.load` reads; `state` is what `init_state` makes: the blocks'
-recurrent states, the tokens just processed, and the memory that echoes are looked up in. B sequences, L layers,
-E experts, R retention scores.
+`weights` is what `Predictor.weights()` gives or `store.load` reads. `init_state` makes `state`: the recurrent states of
+the blocks, the tokens just processed, and the memory that echoes are looked up in (`echoes`).
+Shapes: B sequences, T steps, L layers, E experts, keys = L * E.
 """
 
 from __future__ import annotations
@@ -13,41 +13,36 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from seqmoe_jax.forecast import echoes
 from seqmoe_jax.forecast.config import PredictorConfig
-from seqmoe_jax.forecast.features import CONTEXT, NO_TOKEN, activate
+from seqmoe_jax.forecast.features import NO_TOKEN, activate
+from seqmoe_jax.forecast.heads import Inputs, embed, heads, membership
+from seqmoe_jax.forecast.heads import refine as refined_logits
 from seqmoe_jax.forecast.mamba2 import block_chunk, block_step
 from seqmoe_jax.forecast.mamba2 import init_state as block_state
-from seqmoe_jax.forecast.predictor import Inputs, embed, heads, membership
-from seqmoe_jax.forecast.predictor import refine as refined_logits
 
 Pytree = dict[str, Any]
 
 
 def init_state(config: PredictorConfig, batch: int, dtype: Any = jnp.float32) -> Pytree:
-    """The state of `batch` sequences of which nothing was seen."""
+    """The state of `batch` sequences that have run no step yet."""
     state: Pytree = {
         "blocks": [block_state(config.block, batch, dtype) for _ in range(config.blocks)],
-        "hidden": jnp.zeros((batch, config.width), dtype),
+        "hidden": jnp.zeros((batch, config.d_model), dtype),
         "logits": jnp.zeros((batch, config.layers, config.experts), jnp.float32),
     }
     if config.uses_echo:
-        state |= {
-            "step": jnp.zeros(batch, jnp.int32),
-            "recent": jnp.full((batch, CONTEXT), -1, jnp.int32),
-            "memory_tokens": jnp.full((batch, config.echo, CONTEXT), -1, jnp.int32),
-            "memory_age": jnp.full((batch, config.echo), -1, jnp.int32),
-            "memory": jnp.zeros((batch, config.echo, config.keys), jnp.bfloat16),
-        }
+        state |= echoes.empty_memory(config, batch)
     return state
 
 
 def step(
     config: PredictorConfig, weights: Pytree, state: Pytree, features: Float[Array, "B keys"], tokens: Int[Array, " B"]
-) -> tuple[Pytree, Float[Array, "B L E"], Float[Array, "B R L E"]]:
+) -> tuple[Pytree, Float[Array, "B L E"], Float[Array, "B L E"]]:
     """Takes in the routing of the step just run and the tokens just sampled (-1: unknown); forecasts the coming step.
 
     Returns the new state, the probabilities of being routed in the coming step (they sum to about K per layer), and
-    the retention scores in [0, 1].
+    the retention scores, which are in [0, 1].
     """
     dtype = weights["in_proj"].dtype
     new = dict(state)
@@ -55,7 +50,7 @@ def step(
     if config.uses_token:
         rows = token_rows(weights, tokens)
     if config.uses_echo:
-        new, echo = _remember(config, state, features, tokens)
+        new, echo = echoes.remember(config, state, features, tokens)
     x = embed(config, weights, Inputs(features, rows, echo), dtype)
     x, new["blocks"] = trunk(config, weights, x, state["blocks"])
     logits, retention = heads(config, weights, x)
@@ -63,21 +58,13 @@ def step(
     return new, jax.nn.sigmoid(membership(weights, logits)), jax.nn.sigmoid(retention)
 
 
-def one_step(
-    config: PredictorConfig, weights: Pytree, state: Pytree, features: Float[Array, "B keys"], tokens: Int[Array, " B"]
-) -> tuple[Pytree, Float[Array, "L E"], Float[Array, "L E"]]:
-    """`step` as the runtime wants it: means over the sequences (paper 6.1, 7.1), the first retention score alone."""
-    state, following, retention = step(config, weights, state, features, tokens)
-    return state, following.mean(0), retention[:, 0].mean(0)
-
-
 def refine(
     config: PredictorConfig, weights: Pytree, state: Pytree, known: Float[Array, "B keys"]
 ) -> Float[Array, "B L E"]:
     """Probabilities of the running step, forecast anew from the routing of its first layers.
 
-    `known` is zero in the layers to come; rows of the result below the trigger layer mean nothing. The state does
-    not change: the next `step` reads the whole step's routing.
+    `known` is that routing, zero in the layers still to come. Rows of the result that belong to layers already run
+    mean nothing. The state does not change, because the next `step` reads the routing of the whole step.
     """
     hidden = state["hidden"].astype(weights["in_proj"].dtype)
     logits = refined_logits(config, weights, hidden, state["logits"], known)
@@ -85,7 +72,7 @@ def refine(
 
 
 def rollout(config: PredictorConfig, weights: Pytree, state: Pytree, steps: int) -> Float[Array, "B C L E"]:
-    """Probabilities of the coming `steps` steps, each fed back as the next one's input; `state` stays as it was.
+    """Probabilities of the coming C = `steps` steps, each fed back as the next one's input; `state` stays as it was.
 
     Tokens beyond the coming step are unknown, and unknown tokens have no echo.
     """
@@ -101,7 +88,7 @@ def rollout(config: PredictorConfig, weights: Pytree, state: Pytree, steps: int)
         logits = heads(config, weights, x)[0]
         return (blocks, logits), logits
 
-    # Unrolled: a loop inside a CUDA graph costs more than the few kernels of a step.
+    # The loop is unrolled because a loop inside a CUDA graph costs more than the few kernels of a step.
     first = state["logits"]
     _, later = jax.lax.scan(advance, (state["blocks"], first), None, length=steps - 1, unroll=True)
     logits = jnp.concatenate([first[:, None], jnp.moveaxis(later, 0, 1)], axis=1)
@@ -115,7 +102,10 @@ def token_rows(weights: Pytree, tokens: Int[Array, "*B"]) -> Int[Array, "*B"]:
     return jnp.where(inside, table[jnp.where(inside, tokens, 0)].astype(jnp.int32), NO_TOKEN)
 
 
-def trunk(config: PredictorConfig, weights: Pytree, x: Array, blocks: list[Pytree]) -> tuple[Array, list[Pytree]]:
+def trunk(
+    config: PredictorConfig, weights: Pytree, x: Float[Array, "B D"], blocks: list[Pytree]
+) -> tuple[Float[Array, "B D"], list[Pytree]]:
+    """One step of all Mamba2 blocks, from their recurrent states `blocks`."""
     new = []
     for block, old in zip(weights["blocks"], blocks, strict=True):
         x, state = block_step(block, x, old, config.block)
@@ -131,9 +121,9 @@ def prefill(
     tokens: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
 ) -> Pytree:
-    """The state after T calls of `step`, of which a sequence takes the `valid` ones alone (they come first).
+    """The state after T calls of `step`, of which a sequence takes only the `valid` ones, which come first.
 
-    Chunked (paper 5.3, "Prefill"): position t reads the routing of the token before it and the token at t.
+    It runs in chunked form (paper 5.3, "Prefill"). Position t reads the routing of the token before it and token t.
     """
     dtype = weights["in_proj"].dtype
     count = valid.sum(1, dtype=jnp.int32)
@@ -143,86 +133,16 @@ def prefill(
     if config.uses_token:
         token = token_rows(weights, tokens)
     if config.uses_echo:
-        new, echo = _remember_all(config, state, features, tokens, count)
+        new, echo = echoes.remember_all(config, state, features, tokens, count)
     x = embed(config, weights, Inputs(features, token, echo), dtype)
     new["blocks"] = []
     for block, old in zip(weights["blocks"], state["blocks"], strict=True):
-        x, after = block_chunk(block, x, old, config.block, valid)
-        new["blocks"].append(after)
+        x, last = block_chunk(block, x, old, config.block, valid)
+        new["blocks"].append(last)
     some = count > 0
     hidden = x[rows, jnp.maximum(count - 1, 0)]
     new["hidden"] = jnp.where(some[:, None], hidden, state["hidden"]).astype(state["hidden"].dtype)
     new["logits"] = jnp.where(some[:, None, None], heads(config, weights, hidden)[0], state["logits"])
-    # A convolution's tail is of the activations' dtype, the state's of its own.
-    return jax.tree.map(lambda value, old: value.astype(old.dtype), new, state)
-
-
-def _remember(config: PredictorConfig, state: Pytree, features: Array, tokens: Array) -> tuple[Pytree, Array]:
-    """Files the step just run under its tokens, then looks the coming token up: longest context first, then latest."""
-    rows = jnp.arange(features.shape[0])
-    slot = state["step"] % config.echo
-    # A sequence that has not processed a token yet has nothing to file.
-    age = jnp.where(state["recent"][:, 0] >= 0, state["step"], -1)
-    new = dict(state)
-    new["memory_tokens"] = state["memory_tokens"].at[rows, slot].set(state["recent"], unique_indices=True)
-    new["memory_age"] = state["memory_age"].at[rows, slot].set(age, unique_indices=True)
-    new["memory"] = state["memory"].at[rows, slot].set(features.astype(jnp.bfloat16), unique_indices=True)
-    new["recent"] = jnp.concatenate([tokens[:, None].astype(jnp.int32), state["recent"][:, :-1]], axis=1)
-    new["step"] = state["step"] + 1
-
-    rank = _rank(new["memory_tokens"], new["memory_age"], new["recent"])
-    best = jnp.argmax(rank, axis=1)
-    found = rank[rows, best] >= 0
-    return new, jnp.where(found[:, None], new["memory"][rows, best], 0).astype(features.dtype)
-
-
-def _remember_all(
-    config: PredictorConfig, state: Pytree, features: Array, tokens: Array, count: Int[Array, " B"]
-) -> tuple[Pytree, Array]:
-    """`_remember` for T steps at once: the memory in order of age, then the steps themselves, is one long memory that
-    each step sees the part of that is its own."""
-    batch, steps = tokens.shape
-    rows = jnp.arange(batch)
-    # Oldest first: the step that comes next would take the place of entry 0.
-    order = (state["step"][:, None] + jnp.arange(config.echo)) % config.echo
-    tokens = tokens.astype(jnp.int32)
-    history = jnp.concatenate([state["recent"][:, ::-1], tokens], axis=1)  # ..., before, last, 0, 1, ...
-    recent = jnp.stack([history[:, CONTEXT - d : CONTEXT - d + steps] for d in range(CONTEXT)], axis=-1)  # [B, T, C]
-    filed = jnp.concatenate([state["recent"][:, None], recent[:, :-1]], axis=1)
-    age = jnp.where(filed[..., 0] >= 0, state["step"][:, None] + jnp.arange(steps), -1)
-    all_tokens = jnp.concatenate([state["memory_tokens"][rows[:, None], order], filed], axis=1)
-    all_ages = jnp.concatenate([state["memory_age"][rows[:, None], order], age], axis=1)
-    all_features = jnp.concatenate([state["memory"][rows[:, None], order], features.astype(jnp.bfloat16)], axis=1)
-
-    def echo_of(step: Int[Array, ""]) -> Array:
-        # Entries step + 1 ... step + echo are what the memory holds after this step was filed.
-        filed_under = jax.lax.dynamic_slice_in_dim(all_tokens, step + 1, config.echo, 1)
-        ages = jax.lax.dynamic_slice_in_dim(all_ages, step + 1, config.echo, 1)
-        rank = _rank(filed_under, ages, recent[:, step])
-        best = jnp.argmax(rank, axis=1)
-        return jnp.where(rank[rows, best] >= 0, step + 1 + best, -1)
-
-    source = jnp.moveaxis(jax.lax.map(echo_of, jnp.arange(steps), batch_size=min(steps, 64)), 0, 1)  # [B, T]
-    echo = all_features[rows[:, None], jnp.maximum(source, 0)]
-    echo = jnp.where((source >= 0)[..., None], echo, 0).astype(features.dtype)
-
-    # The last `echo` entries of each sequence, each in its place of the ring.
-    at = jnp.arange(config.echo)
-    position = count[:, None] + (at - (state["step"] + count)[:, None]) % config.echo
-    new = dict(state)
-    new["memory_tokens"] = all_tokens[rows[:, None], position]
-    new["memory_age"] = all_ages[rows[:, None], position]
-    new["memory"] = all_features[rows[:, None], position]
-    new["recent"] = jnp.where((count > 0)[:, None], recent[rows, jnp.maximum(count - 1, 0)], state["recent"])
-    new["step"] = state["step"] + count
-    return new, echo
-
-
-def _rank(tokens: Int[Array, "B M C"], age: Int[Array, "B M"], recent: Int[Array, "B C"]) -> Int[Array, "B M"]:
-    """How good an echo of `recent` each entry of the memory is; -1 for none."""
-    same = (tokens == recent[:, None]).astype(jnp.int32)
-    length = same[..., 0]
-    for depth in range(1, CONTEXT):
-        length = length + same[..., : depth + 1].prod(-1)
-    usable = (age >= 0) & (length > 0) & (recent[:, :1] >= 0)
-    return jnp.where(usable, length * (1 << 28) + age, -1)
+    # The convolution's new tail has the dtype of the activations; the state keeps its own.
+    after: Pytree = jax.tree.map(lambda value, old: value.astype(old.dtype), new, state)
+    return after

@@ -19,33 +19,33 @@ from seqmoe_jax.errors import PredictorError
 from seqmoe_jax.forecast.ssd import causal_conv, conv_step, ssd_chunked, ssd_step
 
 Weights = dict[str, Any]
-CONV = 4  # steps that the convolution sees
+D_CONV = 4  # steps that the convolution sees, the current one and three before it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mamba2Config:
-    """Sizes of a block: width D, inner width `expand` * D in heads of P channels, N state columns."""
+    """Sizes of a block, named as in Mamba2's public implementation; D is `d_model`, P `head_dim`, N `d_state`."""
 
-    width: int
+    d_model: int
     expand: int = 2
-    head: int = 64
-    columns: int = 64
+    head_dim: int = 64
+    d_state: int = 64
 
     def __post_init__(self) -> None:
-        if self.inner % self.head:
-            raise PredictorError(f"expand * width must be a multiple of head {self.head}, got {self.inner}")
+        if self.d_inner % self.head_dim:
+            raise PredictorError(f"expand * d_model must be a multiple of head_dim {self.head_dim}, got {self.d_inner}")
 
     @property
-    def inner(self) -> int:
-        return self.expand * self.width
+    def d_inner(self) -> int:
+        return self.expand * self.d_model
 
     @property
-    def heads(self) -> int:
-        return self.inner // self.head
+    def num_heads(self) -> int:
+        return self.d_inner // self.head_dim
 
     @property
-    def convolved(self) -> int:
-        return self.inner + 2 * self.columns
+    def conv_dim(self) -> int:
+        return self.d_inner + 2 * self.d_state
 
 
 def rms_norm(x: Float[Array, "*B D"], scale: Float[Array, " D"]) -> Float[Array, "*B D"]:
@@ -65,19 +65,19 @@ class Mamba2(nnx.Module):
 
     def __init__(self, config: Mamba2Config, *, rngs: nnx.Rngs):
         self.config = config
-        inner, heads = config.inner, config.heads
-        self.norm = nnx.Param(jnp.ones(config.width))
-        self.in_proj = nnx.Param(linear_init(rngs.params(), config.width, inner + config.convolved + heads))
-        self.conv = nnx.Param(jax.random.uniform(rngs.params(), (CONV, config.convolved), minval=-0.5, maxval=0.5))
-        self.conv_bias = nnx.Param(jnp.zeros(config.convolved))
+        inner, heads = config.d_inner, config.num_heads
+        self.norm = nnx.Param(jnp.ones(config.d_model))
+        self.in_proj = nnx.Param(linear_init(rngs.params(), config.d_model, inner + config.conv_dim + heads))
+        self.conv = nnx.Param(jax.random.uniform(rngs.params(), (D_CONV, config.conv_dim), minval=-0.5, maxval=0.5))
+        self.conv_bias = nnx.Param(jnp.zeros(config.conv_dim))
         # Time constants spread over three decades, decays over one: Mamba2's own initial values.
         spread = jax.random.uniform(rngs.params(), (heads,))
         dt = jnp.exp(math.log(1e-3) + spread * (math.log(1e-1) - math.log(1e-3)))
         self.dt_bias = nnx.Param(dt + jnp.log(-jnp.expm1(-dt)))
-        self.log_rate = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (heads,), minval=1.0, maxval=16.0)))
-        self.skip = nnx.Param(jnp.ones(heads))
+        self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (heads,), minval=1.0, maxval=16.0)))
+        self.D = nnx.Param(jnp.ones(heads))
         self.gate_norm = nnx.Param(jnp.ones(inner))
-        self.out_proj = nnx.Param(linear_init(rngs.params(), inner, config.width, 0.5))
+        self.out_proj = nnx.Param(linear_init(rngs.params(), inner, config.d_model, 0.5))
 
     def weights(self) -> Weights:
         return {name: variable[...] for name, variable in vars(self).items() if isinstance(variable, nnx.Param)}
@@ -92,8 +92,8 @@ class Mamba2(nnx.Module):
 def init_state(config: Mamba2Config, batch: int, dtype: Any = jnp.float32) -> Weights:
     """The state before any step: `conv` [B, 3, inner + 2N], `ssm` [B, H, P, N] in float32."""
     return {
-        "conv": jnp.zeros((batch, CONV - 1, config.convolved), dtype),
-        "ssm": jnp.zeros((batch, config.heads, config.head, config.columns), jnp.float32),
+        "conv": jnp.zeros((batch, D_CONV - 1, config.conv_dim), dtype),
+        "ssm": jnp.zeros((batch, config.num_heads, config.head_dim, config.d_state), jnp.float32),
     }
 
 
@@ -102,12 +102,12 @@ def block_step(
 ) -> tuple[Float[Array, "B D"], Weights]:
     """One step of a block, recurrent form. `w` may be of any float type; activations keep theirs."""
     cast = {name: value.astype(x.dtype) for name, value in w.items()}
-    z, mixed, dt = _project(cast, x, config)
-    convolved, tail = conv_step(mixed, cast["conv"], cast["conv_bias"], state["conv"])
-    values, b, c = _split(convolved, config)
-    rate = -jnp.exp(w["log_rate"].astype(jnp.float32))
-    y, ssm = ssd_step(values, _time_step(w, dt), rate, b, c, state["ssm"])
-    y = (y + values * cast["skip"][:, None]).reshape(x.shape[0], -1)
+    z, xbc, dt = _project(cast, x, config)
+    convolved, tail = conv_step(xbc, cast["conv"], cast["conv_bias"], state["conv"])
+    values, B, C = _split(convolved, config)
+    A = -jnp.exp(w["A_log"].astype(jnp.float32))
+    y, ssm = ssd_step(values, _time_step(w, dt), A, B, C, state["ssm"])
+    y = (y + values * cast["D"][:, None]).reshape(x.shape[0], -1)
     out = x + rms_norm(y * jax.nn.silu(z), cast["gate_norm"]) @ cast["out_proj"]
     return out, {"conv": tail, "ssm": ssm}
 
@@ -122,32 +122,32 @@ def block_chunk(
     """T steps of a block from a state on, chunked form; where `valid` (which comes first) is false, none is taken."""
     cast = {name: value.astype(x.dtype) for name, value in w.items()}
     batch, steps, _ = x.shape
-    z, mixed, dt = _project(cast, x, config)
-    values, b, c = _split(causal_conv(mixed, cast["conv"], cast["conv_bias"], state["conv"]), config)
+    z, xbc, dt = _project(cast, x, config)
+    values, B, C = _split(causal_conv(xbc, cast["conv"], cast["conv_bias"], state["conv"]), config)
     dt = _time_step(w, dt)
     if valid is not None:
         dt = jnp.where(valid[..., None], dt, 0)
-    y, ssm = ssd_chunked(values, dt, -jnp.exp(w["log_rate"].astype(jnp.float32)), b, c, state["ssm"])
-    y = y + values * cast["skip"][:, None]
+    y, ssm = ssd_chunked(values, dt, -jnp.exp(w["A_log"].astype(jnp.float32)), B, C, state["ssm"])
+    y = y + values * cast["D"][:, None]
     out = x + rms_norm(y.reshape(batch, steps, -1) * jax.nn.silu(z), cast["gate_norm"]) @ cast["out_proj"]
     length = jnp.full(batch, steps) if valid is None else valid.sum(1)
-    inputs = jnp.concatenate([state["conv"].astype(mixed.dtype), mixed], axis=1)
-    last = length[:, None] + jnp.arange(CONV - 1)
+    inputs = jnp.concatenate([state["conv"].astype(xbc.dtype), xbc], axis=1)
+    last = length[:, None] + jnp.arange(D_CONV - 1)
     tail = jnp.take_along_axis(inputs, last[..., None], axis=1)
     return out, {"conv": tail, "ssm": ssm}
 
 
 def _project(w: Weights, x: Array, config: Mamba2Config) -> tuple[Array, Array, Array]:
     projected = rms_norm(x, w["norm"]) @ w["in_proj"]
-    edges = [config.inner, config.inner + config.convolved]
-    z, mixed, dt = jnp.split(projected, edges, axis=-1)
-    return z, mixed, dt
+    edges = [config.d_inner, config.d_inner + config.conv_dim]
+    z, xbc, dt = jnp.split(projected, edges, axis=-1)
+    return z, xbc, dt
 
 
 def _split(convolved: Array, config: Mamba2Config) -> tuple[Array, Array, Array]:
     """x as heads, B, C of the convolved channels."""
-    x, b, c = jnp.split(convolved, [config.inner, config.inner + config.columns], axis=-1)
-    return x.reshape(*x.shape[:-1], config.heads, config.head), b, c
+    x, B, C = jnp.split(convolved, [config.d_inner, config.d_inner + config.d_state], axis=-1)
+    return x.reshape(*x.shape[:-1], config.num_heads, config.head_dim), B, C
 
 
 def _time_step(w: Weights, dt: Array) -> Array:

@@ -1,161 +1,126 @@
-"""Predictors on disk: safetensors parts in bfloat16, the configuration in their header, the evaluation beside them."""
+"""Predictors on disk: safetensors parts in bfloat16, the configuration in their metadata, the evaluation beside them.
+
+Every part `predictor-N.safetensors` has as metadata `seqmoe_predictor`, the `PredictorConfig` as JSON, and `part` and
+`parts`. Tensors are named as in the predictor's plain pytree, those of block i with `blocks.i.` before it.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from jaxtyping import Integer
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
-from seqmoe_jax.checkpoints.header import header_length, parse_header
-from seqmoe_jax.errors import CheckpointError, PredictorError
+from seqmoe_jax.errors import PredictorError
 from seqmoe_jax.forecast.config import PredictorConfig, short_name
 
 PART_BYTES = 14_000_000
 SHIPPED = Path(__file__).resolve().parent.parent / "predictors"
 EVALUATION = "evaluation.json"
-_TYPES = {
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F32": np.dtype(np.float32),
-    "I32": np.dtype(np.int32),
-    "U16": np.dtype(np.uint16),
-}
-_NAMES = {dtype: name for name, dtype in _TYPES.items()}
-
-
-def flatten(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The plain pytree by dotted names."""
-    flat = {name: np.asarray(value) for name, value in weights.items() if name != "blocks"}
-    for index, block in enumerate(weights["blocks"]):
-        flat |= {f"blocks.{index}.{name}": np.asarray(value) for name, value in block.items()}
-    return flat
-
-
-def unflatten(flat: Mapping[str, np.ndarray], blocks: int) -> dict[str, Any]:
-    weights: dict[str, Any] = {name: value for name, value in flat.items() if not name.startswith("blocks.")}
-    weights["blocks"] = [
-        {name.split(".", 2)[2]: value for name, value in flat.items() if name.startswith(f"blocks.{index}.")}
-        for index in range(blocks)
-    ]
-    return weights
+# The predictors that ship were written when their configuration and their tensors had these names.
+FORMER_NAMES = {"width": "d_model", "head": "head_dim", "columns": "d_state", "log_rate": "A_log", "skip": "D"}
 
 
 def save(
     directory: Path,
     config: PredictorConfig,
     weights: Mapping[str, Any],
-    table: np.ndarray | None = None,
+    table: Integer[np.ndarray, " vocabulary"] | None = None,
     *,
-    stem: str = "predictor",
     part_bytes: int = PART_BYTES,
 ) -> list[Path]:
-    """Writes `stem`-1.safetensors, ...; matrices in bfloat16. `table` gives the embedding row of every token id."""
-    flat = flatten(weights)
-    small = {name: value for name, value in flat.items() if value.ndim == 1}
-    flat = {name: value.astype(np.float32 if name in small else ml_dtypes.bfloat16) for name, value in flat.items()}
+    """Writes predictor-1.safetensors, ..., matrices in bfloat16 and vectors in float32, in place of what was there.
+
+    `table` is the embedding row of every token id.
+    """
+    flat = {name: np.asarray(value) for name, value in weights.items() if name != "blocks"}
+    for index, block in enumerate(weights["blocks"]):
+        flat |= {f"blocks.{index}.{name}": np.asarray(value) for name, value in block.items()}
+    flat = {name: value.astype(np.float32 if value.ndim == 1 else ml_dtypes.bfloat16) for name, value in flat.items()}
     if table is not None:
         flat["token_table"] = table.astype(np.uint16 if table.max() < 1 << 16 else np.int32)
     parts: list[dict[str, np.ndarray]] = [{}]
     for name, value in sorted(flat.items()):
         if parts[-1] and sum(array.nbytes for array in parts[-1].values()) + value.nbytes > part_bytes:
             parts.append({})
-        parts[-1][name] = value
+        parts[-1][name] = np.ascontiguousarray(value)
     directory.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for index, part in enumerate(parts, 1):
+    for former in directory.glob("predictor-*.safetensors"):
+        former.unlink()
+    paths = [directory / f"predictor-{index}.safetensors" for index in range(1, len(parts) + 1)]
+    for index, (path, part) in enumerate(zip(paths, parts, strict=True), 1):
         metadata = {"seqmoe_predictor": config.to_json(), "part": str(index), "parts": str(len(parts))}
-        paths.append(directory / f"{stem}-{index}.safetensors")
-        paths[-1].write_bytes(_file(part, metadata))
+        save_file(part, path, metadata=metadata)
     return paths
 
 
-def load(
-    directory: Path, *, stem: str = "predictor", dtype: Any = np.float32
-) -> tuple[PredictorConfig, dict[str, Any]]:
-    """The configuration and the plain pytree, matrices in `dtype`. Raises `PredictorError` in one line."""
-    paths = _parts(directory, stem)
+def load(directory: Path, *, dtype: Any = np.float32) -> tuple[PredictorConfig, dict[str, Any]]:
+    """The configuration and the plain pytree, matrices in `dtype`. Raises `PredictorError`."""
+    paths = _parts(directory)
+    config: PredictorConfig | None = None
     flat: dict[str, np.ndarray] = {}
-    text, parts = None, 0
     for path in paths:
-        header, tensors = _read(path)
-        text = header.get("seqmoe_predictor", text)
-        parts = int(header.get("parts", 0))
+        metadata, tensors = _read(path)
+        config = _config(directory, metadata)
+        if int(metadata.get("parts", 0)) != len(paths):
+            expected = metadata.get("parts", 0)
+            raise PredictorError(f"{directory}: expected {expected} parts of a predictor, found {len(paths)}")
         flat |= tensors
-    if parts != len(paths):
-        raise PredictorError(f"{directory}: expected {parts} parts of a predictor, found {len(paths)}")
-    config = _parse(directory, text)
+    assert config is not None
+    weights: dict[str, Any] = {"blocks": [{} for _ in range(config.blocks)]}
     for name, value in flat.items():
-        if value.dtype == ml_dtypes.bfloat16:
-            flat[name] = value.astype(dtype)
-    return config, unflatten(flat, config.blocks)
+        value = value.astype(dtype) if value.dtype == ml_dtypes.bfloat16 else value
+        *block, name = name.split(".")
+        into = weights["blocks"][int(block[1])] if block else weights
+        into[FORMER_NAMES.get(name, name)] = value
+    return config, weights
 
 
-def read_config(directory: str | Path, *, stem: str = "predictor") -> PredictorConfig:
+def read_config(directory: str | Path) -> PredictorConfig:
     """The configuration alone, from the header of the first part. Raises `PredictorError`."""
-    path = _parts(directory, stem)[0]
-    with path.open("rb") as file:
-        start = file.read(8)
-        try:
-            length = header_length(path, start, path.stat().st_size)
-            metadata = json.loads(file.read(length)).get("__metadata__", {})
-        except (CheckpointError, ValueError) as error:
-            raise PredictorError(f"{path}: not a predictor file ({error})") from error
-    return _parse(directory, metadata.get("seqmoe_predictor"))
+    return _config(directory, _read(_parts(directory)[0], tensors=False)[0])
 
 
-def _parts(directory: str | Path, stem: str) -> list[Path]:
-    paths = sorted(Path(directory).glob(f"{stem}-*.safetensors"))
+def _parts(directory: str | Path) -> list[Path]:
+    paths = sorted(Path(directory).glob("predictor-*.safetensors"))
     if not paths:
-        raise PredictorError(f"{directory}: no predictor here, expected {stem}-1.safetensors, ...")
+        raise PredictorError(f"{directory}: no predictor here, expected predictor-1.safetensors, ...")
     return paths
 
 
-def _parse(directory: str | Path, text: str | None) -> PredictorConfig:
-    if text is None:
+def _read(path: Path, *, tensors: bool = True) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """Metadata and tensors of a file."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            names = file.keys() if tensors else []
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
+    except SafetensorError as error:
+        raise PredictorError(f"{path}: not a predictor file ({error})") from error
+
+
+def _config(directory: str | Path, metadata: Mapping[str, str]) -> PredictorConfig:
+    if "seqmoe_predictor" not in metadata:
         raise PredictorError(f"{directory}: expected a predictor, got safetensors files of something else")
     try:
-        return PredictorConfig.from_dict(json.loads(text))
+        fields = json.loads(metadata["seqmoe_predictor"])
+        fields = {FORMER_NAMES.get(name, name): value for name, value in fields.items()}
+        if (retention := fields.pop("retention", None)) is not None:  # formerly a list of kinds of scores
+            [fields["discount"]] = [score["discount"] for score in retention if score["kind"] == "next"]
+        return PredictorConfig.from_dict(fields)
     except ValueError as error:
         raise PredictorError(f"{directory}: not a predictor's configuration: {error}") from error
 
 
-def _file(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors file: length of the header, header, bytes of the tensors."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    offset = 0
-    for name, value in tensors.items():
-        span = [offset, offset + value.nbytes]
-        header[name] = {"dtype": _NAMES[value.dtype], "shape": list(value.shape), "data_offsets": span}
-        offset += value.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + b"".join(value.tobytes() for value in tensors.values())
-
-
-def _read(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    data = path.read_bytes()
-    try:
-        size = 8 + header_length(path, data[:8], len(data))
-        infos = parse_header(path, data[8:size], len(data))
-        tensors = {
-            name: np.frombuffer(data, info.dtype, math.prod(info.shape), info.offset).reshape(info.shape)
-            for name, info in infos.items()
-        }
-        return json.loads(data[8:size]).get("__metadata__", {}), tensors
-    except (CheckpointError, KeyError, ValueError) as error:
-        raise PredictorError(f"{path}: not a predictor file ({error})") from error
-
-
 def find_predictor(model: str | Path, *, layers: int, experts: int, active: int) -> Path | None:
-    """The predictor that ships for a model, or None.
+    """The directory of the predictor that ships for a model, or None.
 
-    It is the one whose directory in `seqmoe_jax/predictors` is named as the last part of the model's id or path is
-    (`openai/gpt-oss-20b` and `/models/gpt-oss-20b` alike, in any case of letters), or as what a download of the Hub
-    is named in the cache, if its L `layers`, E `experts` and K `active` are those of the model too.
+    It is found by the model's `short_name`, and must be of the model's L `layers`, E `experts` and K `active`.
     """
     directory = SHIPPED / short_name(model)
     if not directory.is_dir():
@@ -183,7 +148,7 @@ def choose_predictor(
 
 
 def require_predictor(choice: str | Path, model: str | Path | None, *, layers: int, experts: int, active: int) -> Path:
-    """`choose_predictor` for those who cannot do without one: raises `PredictorError` where it finds none."""
+    """As `choose_predictor`, but raises `PredictorError` where there is none."""
     found = choose_predictor(choice, model, layers=layers, experts=experts, active=active)
     if found is None:
         there = ", ".join(sorted(path.name for path in SHIPPED.glob("*") if path.is_dir())) or "none"

@@ -15,8 +15,9 @@ from seqmoe_jax.decode.replay import Replay
 from seqmoe_jax.decode.state import Offload, Sequences
 from seqmoe_jax.experts.cache import CacheConfig
 from seqmoe_jax.experts.policy import Policy, prompt_rule_of
+from seqmoe_jax.forecast.trained import TrainedPredictor
 from seqmoe_jax.models.mixers import State
-from seqmoe_jax.models.model import Model, Predictor
+from seqmoe_jax.models.model import Model
 from seqmoe_jax.prefill.lengths import Chunk, chunk_length, passes_of
 from seqmoe_jax.prefill.programs import (
     Reading,
@@ -64,7 +65,7 @@ class PromptReader:
         programs: Programs,
         *,
         policy: Policy,
-        predictor: Predictor | None,
+        predictor: TrainedPredictor | None,
         replay: Replay | None,
         device: jax.Device,
     ):
@@ -127,7 +128,7 @@ class PromptReader:
         sequences, _, state = jax.eval_shape(begin, number, number)
         return on_device((sequences, state), self.device)
 
-    def _beginning(self, capacity: int, predictor: Predictor | None) -> dict[str, Any]:
+    def _beginning(self, capacity: int, predictor: TrainedPredictor | None) -> dict[str, Any]:
         return dict(
             spec=self.model.spec,
             capacity=capacity,
@@ -144,7 +145,7 @@ class PromptReader:
         capacity: int,
         offload: Offload,
         hold: Hold,
-        predictor: Predictor | None,
+        predictor: TrainedPredictor | None,
     ) -> _State:
         padding = batch - len(prompts)
         lengths, remaining = jax.device_put(

@@ -11,7 +11,7 @@ from seqmoe_jax.forecast.mamba2 import Mamba2, Mamba2Config, block_step, init_st
 from seqmoe_jax.forecast.ssd import ssd_chunked, ssd_step
 from tests.forecast import numpy_mamba2
 
-CONFIG = Mamba2Config(width=12, expand=2, head=8, columns=5)
+CONFIG = Mamba2Config(d_model=12, expand=2, head_dim=8, d_state=5)
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +25,14 @@ def chunked(model):
 
 
 def sequence(steps, batch=2):
-    return jax.random.normal(jax.random.key(1), (batch, steps, CONFIG.width))
+    return jax.random.normal(jax.random.key(1), (batch, steps, CONFIG.d_model))
 
 
 @pytest.mark.parametrize("steps", [1, 7, 150])
 def test_chunked_equals_numpy(model, chunked, steps):
     x = sequence(steps)
     got, _ = chunked(x)
-    sizes = {"inner": CONFIG.inner, "heads": CONFIG.heads, "columns": CONFIG.columns}
+    sizes = {"d_inner": CONFIG.d_inner, "num_heads": CONFIG.num_heads, "d_state": CONFIG.d_state}
     want = np.stack([numpy_mamba2.block(model.weights(), row, **sizes) for row in x])
     np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
 
@@ -70,15 +70,15 @@ def test_any_chunk_length_and_a_starting_state(chunk):
     dt = jax.nn.softplus(jax.random.normal(keys[1], (1, 37, 2)))
     b, c = jax.random.normal(keys[2], (1, 37, 4)), jax.random.normal(keys[3], (1, 37, 4))
     state = jax.random.normal(keys[4], (1, 2, 3, 4))
-    rate = -jnp.array([0.5, 2.0])
-    got, final = jax.jit(ssd_chunked, static_argnames="chunk")(x, dt, rate, b, c, state, chunk=chunk)
+    A = -jnp.array([0.5, 2.0])
+    got, final = jax.jit(ssd_chunked, static_argnames="chunk")(x, dt, A, b, c, state, chunk=chunk)
     step = jax.jit(ssd_step)
     for t in range(37):
-        want, state = step(x[:, t], dt[:, t], rate, b[:, t], c[:, t], state)
+        want, state = step(x[:, t], dt[:, t], A, b[:, t], c[:, t], state)
         np.testing.assert_allclose(got[:, t], want, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(final, state, rtol=1e-4, atol=1e-4)
 
 
 def test_width_must_fit_the_heads():
-    with pytest.raises(PredictorError, match="multiple of head 64"):
-        Mamba2Config(width=48, expand=1)
+    with pytest.raises(PredictorError, match="multiple of head_dim 64"):
+        Mamba2Config(d_model=48, expand=1)

@@ -16,7 +16,7 @@ SHAPE = {"layers": 2, "experts": 4, "active": 2}
 
 def small(model: str) -> PredictorConfig:
     return PredictorConfig(
-        model=model, **SHAPE, inputs="activations", width=8, blocks=1, head=8, columns=4, refine_width=8
+        model=model, **SHAPE, inputs="activations", d_model=8, blocks=1, head_dim=8, d_state=4, refine_width=8
     )
 
 

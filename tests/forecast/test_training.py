@@ -12,17 +12,16 @@ from flax import nnx
 from seqmoe_jax.cli import predictor as command
 from seqmoe_jax.errors import PredictorError, TraceError
 from seqmoe_jax.forecast import store
-from seqmoe_jax.forecast.config import PredictorConfig, Retention
+from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.forecast.data import prepare
 from seqmoe_jax.forecast.evaluation.baselines import baselines
 from seqmoe_jax.forecast.evaluation.evaluate import evaluate_baseline, evaluate_predictor, table
 from seqmoe_jax.forecast.evaluation.export import forecasts_of
 from seqmoe_jax.forecast.features import token_table
-from seqmoe_jax.forecast.predictor import Predictor
+from seqmoe_jax.forecast.predictor import Predictor, weights_of
 from seqmoe_jax.forecast.training.checkpoints import Checkpoints
+from seqmoe_jax.forecast.training.config import TrainConfig
 from seqmoe_jax.forecast.training.fit import fit
-from seqmoe_jax.forecast.training.train import Plan, Recipe, weights_of
-from seqmoe_jax.forecast.training.variants import one_retention, without_token
 from seqmoe_jax.traces.format import write_trace
 from tests.forecast.traces import random_trace
 
@@ -30,11 +29,10 @@ SHAPE = {"layers": 3, "experts": 8, "active": 2, "vocabulary": 12}
 TRACE = random_trace(lengths=(40,) * 12, split=["train"] * 9 + ["test"] * 3, **SHAPE)
 TABLE = token_table(TRACE.select("train").tok, 12)
 CONFIG = PredictorConfig(
-    model="some/model", layers=3, experts=8, active=2, width=16, blocks=1, head=8, columns=4, vocabulary=12,
+    model="some/model", layers=3, experts=8, active=2, d_model=16, blocks=1, head_dim=8, d_state=4, vocabulary=12,
     token_rows=int(TABLE.max()) + 1, token_width=8, echo=16, refine_width=8,
-    retention=(Retention(), Retention(kind="sum", discount=0.8)),
 )  # fmt: skip
-PLAN = Plan(batch=4, window=64, every=20, warmup=5, bfloat16=False)
+TRAINING = TrainConfig(batch=4, window=64, validate_every=20, warmup=5, bfloat16=False, updates=120, learning_rate=1e-2)
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +47,17 @@ def weights():
 
 @pytest.fixture(scope="module")
 def trained(steps):
-    return fit(CONFIG, PLAN, Recipe(updates=120, learning_rate=1e-2), *steps)
+    return fit(CONFIG, TRAINING, *steps)
 
 
 @pytest.mark.slow
 def test_training_finds_what_the_token_tells(trained, steps):
     weights = weights_of(CONFIG, jax.tree.map(jax.numpy.asarray, trained.params))
-    row = evaluate_predictor(CONFIG, trained.params, weights, steps[1])
+    row = evaluate_predictor(CONFIG, weights, steps[1])
     said = forecasts_of(CONFIG, weights | {"token_table": TABLE}, TRACE.select("test"), rollout=0)
     assert abs(float(said.next.sum(-1).mean()) - 2) < 0.4, "probabilities of being routed sum to about K"
-    others = {name: evaluate_baseline(CONFIG, scores, steps[1]) for name, scores in baselines(steps[0], CONFIG).items()}
+    fitted = baselines(TRACE.select("train"))
+    others = {name: evaluate_baseline(CONFIG, scores, steps[1]) for name, scores in fitted.items()}
     assert row["recall_at"]["5"] > 0.85 > others["first-order"]["recall_at"]["5"]
     assert row["steps"] == 3 * 39, "the first step of a sequence has no routing before it"
     assert row["rollout"][0] == pytest.approx(row["recall_at"]["5"], abs=2e-4)
@@ -79,9 +78,6 @@ def test_a_stored_predictor_forecasts_the_same(weights, tmp_path):
     said.check(held)
     exact = forecasts_of(config, weights | {"token_table": TABLE}, held, rollout=2)
     np.testing.assert_allclose(said.next, exact.next, atol=0.05)
-    smaller, fewer = one_retention(config, loaded, 1)
-    again = forecasts_of(smaller, fewer, held, rollout=0)
-    np.testing.assert_allclose(again.retention, forecasts_of(config, loaded, held, rollout=0, retention=1).retention)
     paths[1].unlink()
     with pytest.raises(PredictorError, match="parts of a predictor, found"):
         store.load(tmp_path)
@@ -90,34 +86,25 @@ def test_a_stored_predictor_forecasts_the_same(weights, tmp_path):
         store.load(tmp_path)
 
 
-def test_a_predictor_trained_without_tokens_can_do_without_their_weights(weights):
-    config, fewer = without_token(CONFIG, weights)
-    held = TRACE.select("test")
-    blanked = dataclasses.replace(CONFIG, echo=0)
-    blank = {name: value for name, value in weights.items() if not name.startswith("echo")}
-    nothing = np.zeros(12, np.int32)
-    want = forecasts_of(blanked, blank | {"token_table": nothing}, held, rollout=0)
-    np.testing.assert_allclose(forecasts_of(config, fewer, held, rollout=0).next, want.next, atol=2e-3)
-
-
 @pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(steps, tmp_path):
-    recipe = Recipe(updates=60, learning_rate=1e-2)
-    whole = fit(CONFIG, PLAN, recipe, *steps, checkpoints=tmp_path / "a")
-    fit(CONFIG, PLAN, recipe, *steps, checkpoints=tmp_path / "b", stop=40)
+    training = dataclasses.replace(TRAINING, updates=60)
+    whole = fit(CONFIG, training, *steps, checkpoints=tmp_path / "a")
+    fit(CONFIG, training, *steps, checkpoints=tmp_path / "b", stop=40)
     lines = []
-    rest = fit(CONFIG, PLAN, recipe, *steps, checkpoints=tmp_path / "b", log=lines.append)
+    rest = fit(CONFIG, training, *steps, checkpoints=tmp_path / "b", log=lines.append)
     assert lines[0] == "resuming after update 40"
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), whole.params, rest.params)
     with pytest.raises(PredictorError, match="checkpoints of another predictor"):
-        fit(dataclasses.replace(CONFIG, model="other"), PLAN, recipe, *steps, checkpoints=tmp_path / "b")
+        fit(dataclasses.replace(CONFIG, model="other"), training, *steps, checkpoints=tmp_path / "b")
 
 
 @pytest.mark.slow
 def test_scheduled_sampling_and_teachers(trained, steps):
     weights = weights_of(CONFIG, jax.tree.map(jax.numpy.asarray, trained.params))
     teachers = jax.tree.map(lambda value: np.stack([value, value]), trained.params)
-    result = fit(CONFIG, PLAN, Recipe(updates=20), *steps, weights=weights, sampled=True, teachers=teachers)
+    training = dataclasses.replace(TRAINING, updates=20, learning_rate=2e-3, sampling=0.1)
+    result = fit(CONFIG, training, *steps, weights=weights, teachers=teachers)
     assert result.history[-1]["recall"] > 0.7
 
 
@@ -156,6 +143,18 @@ def test_commands(tmp_path, capsys):
         command.train(args)
 
 
+@pytest.mark.slow
+def test_a_predictor_learns_from_teachers_and_stops_where_it_is_told(tmp_path):
+    write_trace(tmp_path / "T.npz", TRACE)
+    small = ("--width", 64, "--blocks", 1, "--updates", 8, "--batch", 2, "--sampled-updates", 0, "--json")
+    options = ("--inputs", "activations", "--teachers", 2, "--stop-at", 0.5)
+    args = parse(command.add_train_arguments, tmp_path / "T.npz", "--out", tmp_path / "p", *small, *options)
+    assert command.train(args) == 0
+    kept = json.loads((tmp_path / "p" / "evaluation.json").read_text())
+    assert kept["updates"] == {"teacher-0": 4, "teacher-1": 4, "distilled": 6}
+    assert store.read_config(tmp_path / "p").inputs == "activations"
+
+
 def test_checkpoints_are_of_one_predictor_and_run(tmp_path):
     Checkpoints(tmp_path, CONFIG, {"seed": 0, "trace": "ab"})
     Checkpoints(tmp_path, CONFIG, {"seed": 0, "trace": "ab"})
@@ -175,6 +174,8 @@ def test_checkpoints_are_of_one_predictor_and_run(tmp_path):
         (("--learning-rate", "2"), "--learning-rate must be above 0 and below 1"),
         (("--width", "0"), "needs positive sizes"),
         (("--width", "20"), "multiple of head"),
+        (("--teachers", "-1"), "--teachers must be at least 0"),
+        (("--stop-at", "2"), "--stop-at must be above 0 and at most 1"),
     ],
 )
 def test_faults_of_training_are_said_before_it_begins(tmp_path, words, message):

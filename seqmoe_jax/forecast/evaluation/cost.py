@@ -8,18 +8,19 @@ from typing import NamedTuple
 from flax import nnx
 
 from seqmoe_jax.forecast.config import PredictorConfig
-from seqmoe_jax.forecast.mamba2 import CONV
+from seqmoe_jax.forecast.mamba2 import D_CONV
 from seqmoe_jax.forecast.predictor import Predictor
 
 REFINEMENT = ("known_proj", "refine_norm", "refine_up", "refine_down", "refine_out_norm", "refine_head")
-TABLES = ("token_embed",)  # of which a step reads one row
+TABLES = ("token_embed",)  # A step reads one row of them.
 
 
 class Cost(NamedTuple):
-    """Of `plain.step`, and of `plain.refine` where it runs. A multiply-add is two FLOPs.
+    """The cost of `inference.step`, and of `inference.refine` where it runs.
 
-    Counted: matrix products, convolution, state-space recurrence. Norms, activations and softmaxes are left out: a few
-    operations per value. Bytes are of weights stored in 2 bytes and of the recurrent state, read and written once.
+    FLOPs are those of matrix products, convolutions and the state-space recurrence; a multiply-add is two. Norms,
+    activations and softmaxes, a few operations per value, are not counted. Bytes are of the weights in 2 bytes each,
+    and of the recurrent state, which is read and written once.
     """
 
     parameters: int
@@ -30,18 +31,18 @@ class Cost(NamedTuple):
 
 
 def cost(config: PredictorConfig) -> Cost:
-    """Computed from the configuration alone; no weights are made."""
+    """The cost of a predictor, from its configuration alone; no weights are made."""
     shapes = nnx.eval_shape(lambda: Predictor(config, rngs=nnx.Rngs(0)).weights())
     blocks = [math.prod(leaf.shape) for block in shapes["blocks"] for leaf in block.values()]
     sizes = {name: math.prod(leaf.shape) for name, leaf in shapes.items() if name != "blocks"}
     step = [name for name in sizes if name not in (*REFINEMENT, *TABLES)]
     products = sum(sizes[name] for name in step if name.endswith(("_proj", "_head")))
     block = config.block
-    in_columns = block.inner + block.convolved + block.heads
-    per_block = 2 * config.width * (in_columns + block.inner)  # the two projections
-    per_block += 2 * CONV * block.convolved
-    per_block += 5 * block.inner * block.columns  # decay, input and sum of the state; its product with C
-    state = config.blocks * (4 * block.inner * block.columns + 2 * (CONV - 1) * block.convolved)
+    in_width = block.d_inner + block.conv_dim + block.num_heads
+    per_block = 2 * config.d_model * (in_width + block.d_inner)  # the two projections
+    per_block += 2 * D_CONV * block.conv_dim
+    per_block += 5 * block.d_inner * block.d_state  # decay, input and sum of the state; its product with C
+    state = config.blocks * (4 * block.d_inner * block.d_state + 2 * (D_CONV - 1) * block.conv_dim)
     row = 2 * config.token_width if config.uses_token else 0
     return Cost(
         parameters=sum(sizes.values()) + sum(blocks),
@@ -53,7 +54,7 @@ def cost(config: PredictorConfig) -> Cost:
 
 
 def describe(cost: Cost) -> str:
-    """In one line."""
+    """The cost in one line."""
     return (
         f"{cost.parameters / 1e6:.2f} M parameters; a step: {cost.flops_per_step / 1e6:.2f} MFLOP, "
         f"{cost.bytes_per_step / 1e6:.2f} MB; a refinement: {cost.refinement_flops / 1e6:.2f} MFLOP, "

@@ -1,4 +1,4 @@
-"""Training checkpoints (orbax): all that a killed run needs to go on, and what it is a run of."""
+"""Training checkpoints (orbax): all that a killed run needs to go on, and a description of the run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import orbax.checkpoint as ocp
 
 from seqmoe_jax.errors import PredictorError
 from seqmoe_jax.forecast.config import PredictorConfig
-from seqmoe_jax.forecast.training.train import State
+from seqmoe_jax.forecast.training.update import TrainState
 
 
 class Checkpoints:
     """The two latest checkpoints of one run in a directory.
 
-    Beside them `predictor.json` is the predictor's configuration (model, L, E, K, inputs, sizes) and `run.json` what
-    else the run depends on. Raises `PredictorError` where the directory holds checkpoints of another predictor or run.
+    Beside them lie `predictor.json`, the predictor's configuration, and `run.json`, what else the run depends on.
+    Raises `PredictorError` where the directory holds checkpoints of another predictor or run.
     """
 
     def __init__(self, directory: Path, config: PredictorConfig, run: Mapping[str, Any]):
@@ -28,7 +28,7 @@ class Checkpoints:
         directory.mkdir(parents=True, exist_ok=True)
         advice = "choose an empty directory, or start anew with --restart"
         predictor, about = directory / "predictor.json", directory / "run.json"
-        if predictor.exists() and PredictorConfig.from_dict(json.loads(predictor.read_text())) != config:
+        if predictor.exists() and predictor.read_text() != config.to_json():
             raise PredictorError(f"{directory} holds checkpoints of another predictor; {advice}")
         before = json.loads(about.read_text()) if about.exists() else dict(run)
         other = [name for name, value in run.items() if before.get(name) != value]
@@ -39,7 +39,7 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(max_to_keep=2))
 
     def save(
-        self, state: State, best: float, best_update: int, best_params: Any, history: list[dict[str, float]]
+        self, state: TrainState, best: float, best_update: int, best_params: Any, history: list[dict[str, float]]
     ) -> None:
         story = {"best": best, "best_update": best_update, "history": history}
         self._manager.save(
@@ -50,7 +50,7 @@ class Checkpoints:
         )
         self._manager.wait_until_finished()
 
-    def restore(self, like: State) -> tuple[State, float, int, Any, list[dict[str, float]]] | None:
+    def restore(self, like: TrainState) -> tuple[TrainState, float, int, Any, list[dict[str, float]]] | None:
         """The latest checkpoint in the shapes of `like`, or None where there is none."""
         latest = self._manager.latest_step()
         if latest is None:
@@ -66,6 +66,6 @@ class Checkpoints:
         return state, story["best"], story["best_update"], best_params, story["history"]
 
 
-def _arrays(state: State, best_params: Any) -> dict[str, Any]:
-    """Flat and numbered: NNX states and optimiser tuples differ between versions, their leaves do not."""
+def _arrays(state: TrainState, best_params: Any) -> dict[str, Any]:
+    """The leaves by number: NNX states and tuples of the optimiser differ between versions, their leaves do not."""
     return {f"{index:04d}": leaf for index, leaf in enumerate(jax.tree.leaves((state, best_params)))}
