@@ -175,7 +175,9 @@ def _draw_shares(axes: Any, rows: Sequence[Mapping[str, Any]], several: bool) ->
     )
 
 
-def _figure(width: float, height: float, *, columns: int = 1, ratios: Sequence[float] | None = None) -> tuple[Any, Any]:
+def _figure(
+    width: float, height: float, *, columns: int = 1, ratios: Sequence[float] | None = None
+) -> tuple[Figure, Any]:
     """A figure in inches and its axes, without a window system."""
     from matplotlib.figure import Figure
 

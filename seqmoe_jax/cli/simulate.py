@@ -88,9 +88,11 @@ def run(args: argparse.Namespace) -> int:
     if not quiet:
         print(f"simulating {trace.steps} steps of {trace.layers} layers", file=sys.stderr)
     results = []
-    for config in configs:
-        with tqdm(total=trace.steps, unit="step", disable=quiet, delay=1, leave=False, desc=config.policy) as bar:
-            results.append(simulate(trace, config, forecasts, lambda done, bar=bar: bar.update(done - bar.n)))
+    with tqdm(unit="step", disable=quiet, delay=1, leave=False) as bar:
+        for config in configs:
+            bar.reset(trace.steps)
+            bar.set_description(config.policy)
+            results.append(simulate(trace, config, forecasts, lambda done: bar.update(done - bar.n)))
     if args.json:
         said = [dataclasses.asdict(config) | r.as_dict() for config, r in zip(configs, results, strict=True)]
         print(json.dumps(said if len(said) > 1 else said[0]))

@@ -54,8 +54,8 @@ class FirstOrder:
         )
 
     def _step(self, weights: Float32[np.ndarray, "t L E"]) -> Float32[np.ndarray, "t L E"]:
-        said = np.matmul(weights.transpose(1, 0, 2), self.transition)
-        return np.minimum(said, 1).transpose(1, 0, 2)
+        said: Float32[np.ndarray, "L t E"] = np.minimum(np.matmul(weights.transpose(1, 0, 2), self.transition), 1)
+        return said.transpose(1, 0, 2)
 
 
 def moving_average(

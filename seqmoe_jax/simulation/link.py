@@ -119,7 +119,7 @@ def start(pool, link, counters, rules, position, elapsed):
             s = victim
             if s < 0:
                 return False
-            if rules.compare and pool.value[k] <= pool.value[pool.key[s]] + rules.margin:
+            if rules.compare and pool.value[k] <= pool.value[pool.key[s]]:
                 remove(link, i)
                 continue
             counters.unused[0] += vacate(pool, s)

@@ -84,7 +84,7 @@ def run_layer(routed, t, step, layer, rules, signals, state):
         k = base + expert
         if pool.slot[k] == NOWHERE:
             load(pool, counters, k, position)
-            uses.count[k] = 0
+            uses.since_load[k] = 0
             stall += rules.cost
     value_used(pool.value, uses, rules, routed, signals, t, layer, position)
     if rules.scheduler != NONE:

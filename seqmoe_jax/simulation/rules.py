@@ -31,7 +31,6 @@ class Rules(NamedTuple):
     alpha: float
     chunks: int
     compare: bool
-    margin: float
     late: bool
     protect: bool  # whether a landed prefetch stays until its layer has run, whatever its value
 
@@ -56,7 +55,6 @@ def rules_of(config: Simulation, trace: Trace, forecasts: Forecasts | None) -> R
         alpha=config.alpha,
         chunks=config.chunks,
         compare=compare,
-        margin=config.margin,
         late=config.late,
         protect=not compare,
     )

@@ -51,7 +51,6 @@ class Simulation:
     refine: bool = False  # forecast this step's upper layers anew in mid-step
     chunks: int = 1  # parts of a transfer; a demand miss interrupts between them
     compare: bool = False  # a prefetch must be worth more than what it evicts
-    margin: float = 0.0  # by this much
     late: bool = False  # transfers that cannot be complete in time count for the part that can
     horizon: int = 0  # steps beyond the running one that get tasks
     reach: float = 0.3  # least confidence of those

@@ -87,10 +87,11 @@ def cache_score(rollout: Float16[np.ndarray, "t c L E"], discount: float) -> Flo
     """The paper's CacheScore (7.1): the mean over the rollout's c steps, step j weighing discount**j."""
     steps = rollout.shape[1]
     weights = (discount ** np.arange(steps)).astype(np.float32)
-    score = np.zeros((rollout.shape[0], *rollout.shape[2:]), np.float32)
+    score: Float32[np.ndarray, "t L E"] = np.zeros((rollout.shape[0], *rollout.shape[2:]), np.float32)
     for j in range(steps):
         score += weights[j] * rollout[:, j]
-    return (score / weights.sum()).reshape(rollout.shape[0], -1)
+    score /= weights.sum()
+    return score.reshape(rollout.shape[0], -1)
 
 
 def next_uses(trace: Trace) -> tuple[Int64[np.ndarray, "T L K"], Int64[np.ndarray, " keys"]]:

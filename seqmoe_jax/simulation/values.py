@@ -16,13 +16,13 @@ SIGHT = 8  # steps that policy `belady-8` knows
 class Uses(NamedTuple):
     """What the policies that need no forecasts remember, or know, of each key's uses."""
 
-    count: np.ndarray  # int64[L*E]: uses since the key was loaded
+    since_load: np.ndarray  # int64[L*E]: uses since the key was loaded
     last: np.ndarray  # int64[L*E]: position
     next: np.ndarray  # int64[L*E]: position, known to `belady` and `belady-8`
 
 
 def new_uses(keys: int) -> Uses:
-    return Uses(count=np.zeros(keys, np.int64), last=np.zeros(keys, np.int64), next=np.zeros(keys, np.int64))
+    return Uses(since_load=np.zeros(keys, np.int64), last=np.zeros(keys, np.int64), next=np.zeros(keys, np.int64))
 
 
 @compiled
@@ -51,11 +51,11 @@ def value_used(value, uses, rules, routed, signals, t, layer, position):
     base, active = layer * (value.shape[0] // rules.layers), routed.shape[0]
     for n in range(active):
         k = base + routed[n]
-        uses.count[k] += 1
+        uses.since_load[k] += 1
         if rules.policy == LRU:
             value[k] = position + n / active
         elif rules.policy == LFU:
-            value[k] = uses.count[k] + 1e-10 * position  # the least recently used among equals
+            value[k] = uses.since_load[k] + 1e-10 * position  # the least recently used among equals
         elif rules.policy == BELADY:
             value[k] = -signals.next_use[t, layer, n]
         elif rules.policy == BELADY_8:

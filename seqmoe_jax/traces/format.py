@@ -56,22 +56,22 @@ class Trace:
     @property
     def steps(self) -> int:
         """T."""
-        return self.ids.shape[0]
+        return int(self.ids.shape[0])
 
     @property
     def layers(self) -> int:
         """L."""
-        return self.ids.shape[1]
+        return int(self.ids.shape[1])
 
     @property
     def active(self) -> int:
         """K."""
-        return self.ids.shape[2]
+        return int(self.ids.shape[2])
 
     @property
     def sequences(self) -> int:
         """N."""
-        return self.lens.shape[0]
+        return int(self.lens.shape[0])
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -143,9 +143,8 @@ class Trace:
 
     def decoded(self) -> Bool[np.ndarray, " T"]:
         """True at the steps that are not of a prompt."""
-        prompts = np.zeros(self.sequences, np.int64) if self.prefill_lens is None else self.prefill_lens
-        within = np.arange(self.steps) - np.repeat(self.seq_offsets[:-1], self.lens)
-        return within >= np.repeat(prompts, self.lens)
+        prompts = 0 if self.prefill_lens is None else self.prefill_lens
+        return np.arange(self.steps) >= np.repeat(self.seq_offsets[:-1] + prompts, self.lens)
 
     def without_prompts(self) -> Trace:
         """The decoded steps alone; sequences without any are left out."""
@@ -173,7 +172,8 @@ class Trace:
             chosen[:] = True
         ids = self.ids[chosen].astype(np.int64) + np.arange(self.layers)[:, None] * self.num_experts
         counts = np.bincount(ids.reshape(-1), minlength=self.layers * self.num_experts)
-        return (counts / chosen.sum()).astype(np.float32).reshape(self.layers, self.num_experts)
+        share: Float32[np.ndarray, " keys"] = (counts / chosen.sum()).astype(np.float32)
+        return share.reshape(self.layers, self.num_experts)
 
 
 def join(traces: Sequence[Trace]) -> Trace:
@@ -202,8 +202,8 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from None
     fields = {name: arrays.pop(name) for name in (*REQUIRED, *OPTIONAL) if name in arrays}
-    counts = {name: int(fields.pop(name)) for name in ("num_experts", "vocab_size") if name in fields}
-    return Trace(**fields, **counts, metadata=arrays)
+    fields |= {name: int(fields[name]) for name in ("num_experts", "vocab_size") if name in fields}
+    return Trace(**fields, metadata=arrays)
 
 
 def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:

@@ -145,7 +145,7 @@ def test_forecasts_in_mid_step_find_more_in_their_layers(short, noisy, name, lay
 
 def test_comparison_saves_transfers(short, noisy):
     free = simulate(short, Simulation(**BASE), noisy)
-    strict = simulate(short, Simulation(**BASE, compare=True, margin=0.3), noisy)
+    strict = simulate(short, Simulation(**BASE, compare=True), noisy)
     assert strict.unused_transfers_per_step < free.unused_transfers_per_step
 
 
