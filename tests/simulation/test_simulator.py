@@ -144,9 +144,11 @@ def test_forecasts_in_mid_step_find_more_in_their_layers(short, noisy, name, lay
 
 
 def test_comparison_saves_transfers(short, noisy):
-    free = simulate(short, Simulation(**BASE), noisy)
-    strict = simulate(short, Simulation(**BASE, compare=True), noisy)
+    base = BASE | {"transfer_cost": 1.0}
+    free = simulate(short, Simulation(**base), noisy)
+    strict = simulate(short, Simulation(**base, compare=True), noisy)
     assert strict.unused_transfers_per_step < free.unused_transfers_per_step
+    assert strict.transfers_per_step < free.transfers_per_step
 
 
 def test_tasks_beyond_the_step_reach_its_first_layers(short, oracle):
