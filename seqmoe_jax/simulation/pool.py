@@ -10,7 +10,7 @@ from typing import NamedTuple, no_type_check
 
 import numpy as np
 
-from pallas_kernels.slot_update import SlotState
+from pallas_kernels.slot_update.tables import SlotState
 from seqmoe_jax.prefetch.compiled import compiled
 
 # The engine's slot states, as the plain integers that numba compiles in.
