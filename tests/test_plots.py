@@ -43,7 +43,8 @@ def plot(capsys, *words) -> tuple[int, str, str]:
 
 def test_recall_has_a_line_per_predictor_and_its_refinement(evaluation, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    from seqmoe_jax.plots import read_evaluation, recall_figure
+    from seqmoe_jax.cli.plot import read_evaluation
+    from seqmoe_jax.plots import recall_figure
 
     assert plot(capsys, "recall", evaluation, "--out", tmp_path / "r.png")[:2] == (0, f"{tmp_path / 'r.png'}\n")
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")

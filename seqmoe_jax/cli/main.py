@@ -10,11 +10,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from seqmoe_jax.cli import bench as benchmark
+from seqmoe_jax.cli.arguments import (
+    add_load_arguments,
+    add_sampling_arguments,
+    add_size_arguments,
+    load_engine,
+    sampling_numbers,
+)
 from seqmoe_jax.errors import ConfigError, SeqMoEError
 from seqmoe_jax.host_memory import host_memory_bytes
 
 if TYPE_CHECKING:
-    from seqmoe_jax.api import Engine
     from seqmoe_jax.stats import Stats
 
 
@@ -38,27 +44,24 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_trace_commands(commands: argparse._SubParsersAction) -> None:
     """What records traces and what works on them; each command's module says which options it has."""
-    from seqmoe_jax import plots
+    from seqmoe_jax.cli import plot, simulate, stretch_trace, trace
     from seqmoe_jax.cli import predictor as forecast
-    from seqmoe_jax.cli import trace as traces
 
-    trace = commands.add_parser("trace", help="record the expert activations of a model on prompts")
-    add_load_arguments(trace)
-    add_sampling_arguments(trace)
-    traces.add_record_arguments(trace)
-    trace.set_defaults(run=_trace)
-    simulate = commands.add_parser("simulate", help="hit rate, transfers and share of full load, from a trace")
-    traces.add_arguments(simulate)
-    simulate.set_defaults(run=traces.run)
+    for name, command, text in (
+        ("trace", trace, "record the expert activations of a model on prompts"),
+        ("stretch-trace", stretch_trace, "a trace made into one of a larger shape"),
+        ("simulate", simulate, "hit rate, transfers and share of full load, from a trace"),
+        ("plot", plot, "recall, hit rate, activations or a benchmark as an image"),
+    ):
+        parser = commands.add_parser(name, help=text)
+        command.add_arguments(parser)
+        parser.set_defaults(run=command.run)
     train = commands.add_parser("train-predictor", help="train a predictor of expert activations on a trace")
     forecast.add_train_arguments(train)
     train.set_defaults(run=forecast.train)
     evaluate = commands.add_parser("evaluate", help="recall of a predictor beside the baselines, on a trace")
     forecast.add_evaluate_arguments(evaluate)
     evaluate.set_defaults(run=forecast.evaluate)
-    plot = commands.add_parser("plot", help="recall, hit rate or activations as an image")
-    plots.add_arguments(plot)
-    plot.set_defaults(run=plots.run)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
@@ -76,27 +79,6 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="one JSON object (a list for a batch) instead of streamed text")
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """How tokens are drawn, as `sampling_numbers` reads it."""
-    add = parser.add_argument
-    add("--sampling", choices=["greedy", "model"], default="greedy",
-        help="what the next five override: greedy (default), or the model's generation_config.json")  # fmt: skip
-    add("--temperature", type=float, help="0 is greedy")
-    add("--top-k", type=int)
-    add("--top-p", type=float)
-    add("--min-p", type=float)
-    add("--seed", type=int)
-
-
-def sampling_numbers(args: argparse.Namespace) -> dict[str, float | int | None]:
-    """The options that override. A fault in them shows here, before a model is loaded."""
-    from seqmoe_jax.sampling import SamplingConfig
-
-    numbers = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
-    SamplingConfig().override(**numbers)
-    return numbers
-
-
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     from seqmoe_jax.cli import serve as command
 
@@ -109,51 +91,12 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_plan)
     add = parser.add_argument
     add("model", nargs="?", default="demo", help="directory, Hugging Face id, 'demo' (default), or a preset")
-    _add_size(parser)
+    add_size_arguments(parser)
     add("--context", type=int, metavar="N", help="longest prompt + new tokens (default: 4096, at most the model's)")
     add("--batch", type=int, default=1, metavar="B", help="sequences decoded together, 1 (default) to 8")
     add("--dtype", help="of activations: float32 or bfloat16")
     add("--kernels", choices=["xla", "gpu", "tpu"], help="default: the best this backend has")
     add("--json", action="store_true", help="machine-readable output, sizes in bytes")
-
-
-def _add_size(parser: argparse.ArgumentParser) -> None:
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--residency", type=_residency, metavar="R", help="share of experts with a slot, or 'least'")
-    size.add_argument("--device-memory", metavar="SIZE", help="budget instead of a residency, such as 12GiB")
-
-
-def add_load_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every command has that loads a model, as `load_engine` reads it."""
-    add = parser.add_argument
-    add("model", nargs="?", default="demo", help="directory, Hugging Face id, 'demo' (default), or a preset")
-    _add_size(parser)
-    add("--policy", default="seqmoe", help="seqmoe (default), lru, lfu, prefill-hot or full")
-    add("--predictor", default="auto", metavar="auto|DIR|none", help="what policy seqmoe forecasts by (default: auto)")
-    add("--transfers", default="auto", metavar="ENGINE", help="auto (default), none, device_put, callback or dma")
-    add("--context", type=int, metavar="N", help="longest prompt + new tokens (default: 4096, at most the model's)")
-    add("--dtype", help="of activations: float32 or bfloat16")
-    add("--kernels", choices=["xla", "gpu", "tpu"], help="default: the best this backend has")
-    add("--random-weights", action="store_true", help="MODEL is a preset of configs/")
-
-
-def load_engine(args: argparse.Namespace, *, max_batch: int, progress: bool | None) -> Engine:
-    from seqmoe_jax.api import load
-
-    return load(
-        args.model,
-        residency=args.residency,
-        device_memory=args.device_memory,
-        policy=args.policy,
-        predictor=args.predictor,
-        transfers=args.transfers,
-        max_batch=max_batch,
-        context=args.context,
-        dtype=args.dtype,
-        random_weights=args.random_weights,
-        kernels=args.kernels,
-        progress=progress,
-    )
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -165,15 +108,6 @@ def _option(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except ValueError:
         return name, value
-
-
-def _residency(text: str) -> float | str:
-    if text == "least":
-        return text
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number in (0, 1] or 'least', got {text!r}") from None
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -233,19 +167,6 @@ def _plan(args: argparse.Namespace) -> int:
     )
     print(json.dumps(report) if args.json else describe(report))
     return 0 if report["fits"] else 1
-
-
-def _trace(args: argparse.Namespace) -> int:
-    from seqmoe_jax.api import sampling_base
-    from seqmoe_jax.cli.trace import record
-
-    numbers = sampling_numbers(args)
-    progress = True if sys.stderr.isatty() or not args.json else None
-    return record(
-        args,
-        load=lambda: load_engine(args, max_batch=args.batch, progress=progress),
-        sampling=lambda engine: sampling_base(args.sampling, engine.defaults).override(**numbers),
-    )
 
 
 def summary(stats: Stats) -> str:

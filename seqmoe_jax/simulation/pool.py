@@ -10,9 +10,13 @@ from typing import NamedTuple, no_type_check
 
 import numpy as np
 
+from pallas_kernels.slot_update.tables import SlotState
 from seqmoe_jax.prefetch.compiled import compiled
 
-EMPTY, USED, FETCH, COMPUTE = 0, 1, 2, 3
+# The engine's slot states, as the plain integers that numba compiles in.
+EMPTY, USED, FETCH, COMPUTE = (
+    int(state) for state in (SlotState.EMPTY, SlotState.USED, SlotState.FETCH, SlotState.COMPUTE)
+)
 NOWHERE = -1  # slot of a key that has none
 
 
@@ -32,7 +36,7 @@ class Pool(NamedTuple):
 def new_pool(slots: int, keys: int) -> Pool:
     return Pool(
         key=np.full(slots, -1, np.int64),
-        state=np.zeros(slots, np.int8),
+        state=np.full(slots, EMPTY, np.int8),
         deadline=np.zeros(slots, np.int64),
         untouched=np.zeros(slots, bool),
         slot=np.full(keys, NOWHERE, np.int64),
@@ -57,10 +61,7 @@ def find_empty(pool):
 @compiled
 @no_type_check
 def find_victim(pool, position, state):
-    """The slot in `state` of the lowest value whose expert does not run now, or -1.
-
-    USED slots are evictable; where demand finds none, it takes a landed prefetch (COMPUTE).
-    """
+    """The slot in `state` of the lowest value whose expert does not run now, or -1."""
     best, lowest = -1, np.inf
     for s in range(pool.state.shape[0]):
         if pool.state[s] == state:
@@ -92,3 +93,27 @@ def place(pool, s, k, state):
     pool.key[s] = k
     pool.slot[k] = s
     pool.state[s] = state
+
+
+@compiled
+@no_type_check
+def load(pool, counters, k, position):
+    """Loads a missing expert into an EMPTY slot, else the USED one of the lowest value, else a landed prefetch."""
+    s = find_empty(pool)
+    if s < 0:
+        s = find_victim(pool, position, USED)
+        if s < 0:
+            s = find_victim(pool, position, COMPUTE)
+        counters.unused[0] += vacate(pool, s)
+    place(pool, s, k, USED)
+    counters.demanded[0] += 1
+
+
+@compiled
+@no_type_check
+def release(pool, first_key, last_key, position):
+    """Paper 7.2: just before a layer of keys [first_key, last_key) runs, its slots in COMPUTE become USED."""
+    for k in range(first_key, last_key):
+        s = pool.slot[k]
+        if s != NOWHERE and pool.state[s] == COMPUTE and pool.deadline[s] <= position:
+            pool.state[s] = USED

@@ -1,1 +1,1 @@
-"""Recorded expert activations: the file format, forecasts over a trace, and the simulator."""
+"""Recorded expert activations: the file format, forecasts over a trace, recording, and stretching to other shapes."""

@@ -8,7 +8,6 @@ a sequence is what is said before anything is known of it.
 from __future__ import annotations
 
 import os
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float16, Integer
 
 from seqmoe_jax.errors import TraceError
+from seqmoe_jax.traces.archive import read_arrays, write_arrays
 from seqmoe_jax.traces.format import Trace
 
 _ARRAYS = ("next", "refined", "early", "retention", "rollout")
@@ -67,10 +67,6 @@ class Forecasts:
                 f"forecasts made in mid-step need a trigger layer from 1 to {trace.layers - 1}, got {self.trigger}"
             )
 
-    def slice(self, stop: int) -> Forecasts:
-        """Those of the first `stop` steps."""
-        return self.take(np.arange(stop))
-
     def take(self, steps: Integer[np.ndarray, " t"] | Bool[np.ndarray, " T"]) -> Forecasts:
         """Those of some steps, by index or mask."""
         cut = {name: getattr(self, name)[steps] for name in _ARRAYS if getattr(self, name) is not None}
@@ -79,24 +75,13 @@ class Forecasts:
 
 def write_forecasts(path: str | os.PathLike[str], forecasts: Forecasts) -> None:
     """One `npz`, not compressed: these are large and read once. It appears whole or not at all."""
-    path = Path(path)
     arrays = {name: getattr(forecasts, name) for name in (*_ARRAYS, "trigger", "name")}
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        np.savez(file, **{name: value for name, value in arrays.items() if value is not None})
-    os.replace(partial, path)
+    write_arrays(path, {name: value for name, value in arrays.items() if value is not None}, compressed=False)
 
 
 def read_forecasts(path: str | os.PathLike[str], trace: Trace | None = None) -> Forecasts:
     """Reads, and checks against the trace if there is one."""
-    path = Path(path)
-    if not path.is_file():
-        raise TraceError(f"no file of forecasts {path}")
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except (ValueError, OSError, EOFError, KeyError, AttributeError, zipfile.BadZipFile) as error:
-        raise TraceError(f"{path} is not a readable npz file: {error}") from None
+    arrays = read_arrays(path, "file of forecasts")
     if "next" not in arrays:
         raise TraceError(f"{path}: missing next: a file of forecasts has it, and may have {', '.join(_ARRAYS[1:])}")
     for name in _ARRAYS:
@@ -108,7 +93,7 @@ def read_forecasts(path: str | os.PathLike[str], trace: Trace | None = None) -> 
     forecasts = Forecasts(
         **{name: arrays[name] for name in _ARRAYS if name in arrays},
         trigger=int(arrays["trigger"]) if "trigger" in arrays else None,
-        name=str(arrays.get("name", path.stem)),
+        name=str(arrays.get("name", Path(path).stem)),
     )
     if trace is not None:
         try:

@@ -23,33 +23,24 @@ from jaxtyping import Float32, Integer, UInt8
 from seqmoe_jax.errors import PromptError
 from seqmoe_jax.sampling import SamplingConfig
 from seqmoe_jax.traces.format import Trace, join, read_trace, write_trace
+from seqmoe_jax.traces.prompts import Prompt
 
 if TYPE_CHECKING:  # the engine is handed in: traces are below it
-    from seqmoe_jax.api import Engine
+    from seqmoe_jax.engine import TokenEngine
 
 GROUP = 64  # prompts per file of a run that is not finished
-FIELDS = ("prompt", "split", "temperature")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """A text to continue; `split` and `temperature` are None where the file of prompts does not say."""
-
-    text: str
-    split: str | None = None
-    temperature: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """How sequences are generated: at most `max_new_tokens` after each prompt.
+    """How sequences are generated: at most `max_new_tokens` after each prompt, up to one of `end_tokens`.
 
     Sequence i draws with `sampling.seed` + i; a prompt's own temperature goes before that of `sampling`.
     """
 
     max_new_tokens: int = 256
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    chat: bool = False  # prompts are a user's messages, to be answered by the model's chat template
+    end_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 2:
@@ -59,47 +50,10 @@ class Recording:
             )
 
 
-def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
-    """Prompts from a file: of a `.jsonl` the objects' `prompt` (with `split`, `temperature` if they have them), else
-    one per line. Blank lines are skipped. Raises `PromptError` naming the line."""
-    path = Path(path)
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        raise PromptError(f"no file of prompts {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"{path}: expected a text file in UTF-8, got {error}") from None
-    parse = _from_json if path.suffix == ".jsonl" else lambda line, where: Prompt(text=line)
-    prompts = [parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not prompts:
-        raise PromptError(f"{path} has no prompts: expected one per line, or JSON objects with 'prompt' in a .jsonl")
-    if len({prompt.split is None for prompt in prompts}) > 1:
-        raise PromptError(f"{path}: either every prompt has a 'split' or none has")
-    return prompts
-
-
-def _from_json(line: str, where: str) -> Prompt:
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise PromptError(f"{where}: expected a JSON object, got {error}") from None
-    if not isinstance(value, dict) or not isinstance(value.get("prompt"), str) or not value["prompt"]:
-        raise PromptError(f"{where}: expected an object with a non-empty string 'prompt', got {line[:60]!r}")
-    unknown = sorted(set(value) - set(FIELDS))
-    if unknown:
-        raise PromptError(f"{where}: unknown field {unknown[0]!r}; a prompt may have {', '.join(FIELDS)}")
-    split, temperature = value.get("split"), value.get("temperature")
-    if not (split is None or (isinstance(split, str) and split)):
-        raise PromptError(f"{where}: expected 'split' to be a name such as \"train\", got {split!r}")
-    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if not (temperature is None or (number and temperature >= 0)):
-        raise PromptError(f"{where}: expected 'temperature' to be 0 or positive, got {temperature!r}")
-    return Prompt(text=value["prompt"], split=split, temperature=temperature)
-
-
 def record(
-    engine: Engine,
+    engine: TokenEngine,
     prompts: Sequence[Prompt],
+    encoded: Sequence[list[int]],
     config: Recording,
     out: str | os.PathLike[str],
     *,
@@ -108,32 +62,30 @@ def record(
 ) -> Trace:
     """Records the prompts and writes the trace to `out`; goes on from what an earlier run of the same left beside it.
 
-    `model` is the name that the trace carries. A prompt whose continuation ends at its first token has no decode
-    step and is left out. Raises `PromptError` where a prompt is empty or too long, or where nothing is left.
+    `encoded` holds the prompts' tokens; `model` is the name that the trace carries. A prompt whose continuation ends
+    at its first token has no decode step and is left out. Raises `PromptError` where a prompt is too long, or where
+    nothing is left.
     """
     out = Path(out)
     if not out.parent.is_dir():
         raise PromptError(f"{out}: no directory {out.parent} to write the trace to")
-    encoded = [
-        engine.request(**_what_to_answer(prompt, config), index=index).tokens for index, prompt in enumerate(prompts)
-    ]
     for index, tokens in enumerate(encoded):  # before hours of work, not after
-        if len(tokens) + config.max_new_tokens > engine.tokens.context:
+        if len(tokens) + config.max_new_tokens > engine.context:
             raise PromptError(
                 f"prompt {index} has {len(tokens)} tokens and {config.max_new_tokens} new ones were asked for, but the "
-                f"context is {engine.tokens.context}; shorten it, ask for fewer, or load with a longer context"
+                f"context is {engine.context}; shorten it, ask for fewer, or load with a longer context"
             )
     beside = out.with_name(out.name + ".parts")
-    parts = beside / _digest(engine, encoded, prompts, config, model)
+    parts = beside / _digest(engine, prompts, encoded, config, model)
     parts.mkdir(parents=True, exist_ok=True)
     steps = 0
     for first in range(0, len(prompts), GROUP):
-        group = range(first, min(first + GROUP, len(prompts)))
+        group = slice(first, min(first + GROUP, len(prompts)))
         path = parts / f"{first:06d}.npz"
         if path.exists():
             steps += int(read_trace(path).decoded().sum())
         else:
-            trace = _group(engine, [encoded[i] for i in group], [prompts[i] for i in group], first, config, model)
+            trace = _group(engine, prompts[group], encoded[group], first, config, model)
             if trace is not None:
                 write_trace(path, trace)
                 steps += int(trace.decoded().sum())
@@ -149,21 +101,22 @@ def record(
     return trace
 
 
-def _what_to_answer(prompt: Prompt, config: Recording) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": prompt.text}]} if config.chat else {"prompt": prompt.text}
-
-
 def _group(
-    engine: Engine, encoded: list[list[int]], prompts: list[Prompt], first: int, config: Recording, model: str
+    engine: TokenEngine,
+    prompts: Sequence[Prompt],
+    encoded: Sequence[list[int]],
+    first: int,
+    config: Recording,
+    model: str,
 ) -> Trace | None:
     """The trace of some prompts, of which `first` is the index of the first; None where none has a decode step."""
     new: list[list[int]] = [[] for _ in prompts]
-    for batch, sampling in _batches(engine.tokens.max_batch, encoded, prompts, first, config):
-        events = engine.tokens.run(
+    for batch, sampling in _batches(engine.max_batch, prompts, encoded, first, config):
+        events = engine.run(
             [encoded[i] for i in batch],
             max_new_tokens=config.max_new_tokens,
             sampling=sampling,
-            end_tokens=engine.ends,
+            end_tokens=config.end_tokens,
         )
         for event in events:
             new[batch[event.sequence]].append(event.token)
@@ -174,10 +127,10 @@ def _group(
         return None
     routing: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     by_length = sorted(kept, key=lambda i: len(processed[i]))
-    for at in range(0, len(by_length), engine.tokens.max_batch):
-        batch = by_length[at : at + engine.tokens.max_batch]
-        routing |= dict(zip(batch, engine.tokens.routing([processed[i] for i in batch]), strict=True))
-    spec = engine.tokens.model.spec
+    for at in range(0, len(by_length), engine.max_batch):
+        batch = by_length[at : at + engine.max_batch]
+        routing |= dict(zip(batch, engine.routing([processed[i] for i in batch]), strict=True))
+    spec = engine.model.spec
     stored = [stored_routing(*routing[i], spec.moe.experts) for i in kept]
     lens = np.array([len(processed[i]) for i in kept], np.int64)
     splits = [prompts[i].split for i in kept]
@@ -201,7 +154,7 @@ def _group(
 
 
 def _batches(
-    size: int, encoded: list[list[int]], prompts: list[Prompt], first: int, config: Recording
+    size: int, prompts: Sequence[Prompt], encoded: Sequence[list[int]], first: int, config: Recording
 ) -> Iterator[tuple[list[int], SamplingConfig]]:
     """Indices of prompts that are decoded together: of one temperature and of like lengths."""
     temperatures = [temperature_of(prompt, config) for prompt in prompts]
@@ -233,18 +186,18 @@ def stored_routing(
     return np.take_along_axis(ids, order, axis=2).astype(small), np.round(255 * share).astype(np.uint8)
 
 
-def _digest(engine: Engine, encoded: list[list[int]], prompts: Sequence[Prompt], config: Recording, model: str) -> str:
+def _digest(
+    engine: TokenEngine, prompts: Sequence[Prompt], encoded: Sequence[list[int]], config: Recording, model: str
+) -> str:
     """Names a run by all that its trace depends on."""
-    tokens = engine.tokens
     said: dict[str, Any] = {
         "model": model,
-        "spec": repr(tokens.model.spec),
+        "spec": repr(engine.model.spec),
         # Weights of another training are another model, whatever its directory is called.
-        "norm": hashlib.sha256(np.asarray(tokens.model.weights.norm).tobytes()).hexdigest(),
-        "dtype": str(tokens.dtype),
-        "batch": tokens.max_batch,
+        "norm": hashlib.sha256(np.asarray(engine.model.weights.norm).tobytes()).hexdigest(),
+        "dtype": str(engine.dtype),
+        "batch": engine.max_batch,
         "prompts": [[ids, prompt.split, prompt.temperature] for ids, prompt in zip(encoded, prompts, strict=True)],
-        "ends": list(engine.ends),
         "recording": dataclasses.asdict(config),
         "group": GROUP,
     }

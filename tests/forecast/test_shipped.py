@@ -11,7 +11,7 @@ from seqmoe_jax.forecast.evaluation.cost import cost
 from seqmoe_jax.forecast.evaluation.export import forecasts_of
 from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.traces.format import read_trace
-from seqmoe_jax.traces.record import read_prompts
+from seqmoe_jax.traces.prompts import read_prompts
 
 ROOT = Path(__file__).parents[2]
 LIMIT = {"demo": 4_000_000}

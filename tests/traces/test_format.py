@@ -70,6 +70,16 @@ def test_activations_are_those_of_the_ids(tmp_path):
     assert set(np.flatnonzero(active[0, 1])) == set(trace.ids[1, 1].tolist())
 
 
+def test_weights_are_the_routers_shares_over_the_activated(tmp_path):
+    trace = read_changed(tmp_path)
+    weights = trace.weights(1, 3)
+    np.testing.assert_allclose(weights.sum(axis=2), 1, rtol=1e-6)
+    assert not weights[~trace.activations(1, 3)].any()
+    chosen = np.take_along_axis(weights, trace.ids[1:3].astype(int), axis=2)
+    shares = trace.probs_u8[1:3] / trace.probs_u8[1:3].sum(axis=2, keepdims=True)
+    np.testing.assert_allclose(chosen, shares, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -115,12 +125,9 @@ def test_files_that_are_no_traces(tmp_path):
         read_trace(write)
 
 
-def test_splits_and_models_that_are_not_there(tmp_path):
+def test_splits_that_are_not_there(tmp_path):
     trace = read_changed(tmp_path)
     with pytest.raises(TraceError, match="no split 'dev': expected one of 'test', 'train'"):
         trace.select("dev")
     with pytest.raises(TraceError, match="has no splits"):
         read_changed(tmp_path, split=None).select("test")
-    trace.check_model(layers=2, experts=8, active=3)
-    with pytest.raises(TraceError, match=r"another model: gpt has .* \(24, 32, 4\), the trace \(2, 8, 3\)"):
-        trace.check_model(layers=24, experts=32, active=4, name="gpt")

@@ -8,19 +8,24 @@ import jax
 import numpy as np
 import pytest
 
-from seqmoe_jax.api import Engine
 from seqmoe_jax.cli.main import main
+from seqmoe_jax.cli.trace import encode
 from seqmoe_jax.errors import PromptError
 from seqmoe_jax.experts import cache
 from seqmoe_jax.sampling import SamplingConfig
 from seqmoe_jax.testing import tiny_engine
 from seqmoe_jax.traces import record as recording
 from seqmoe_jax.traces.format import read_trace
-from seqmoe_jax.traces.record import Prompt, Recording, read_prompts, record, stored_routing
+from seqmoe_jax.traces.prompts import Prompt, read_prompts
+from seqmoe_jax.traces.record import Recording, stored_routing
 
 NEW = 5
 CONFIG = Recording(max_new_tokens=NEW)
 PROMPTS = [Prompt(text="once upon", split="train"), Prompt(text="x", split="test"), Prompt(text="so", split="train")]
+
+
+def record(engine, prompts, config, out, **options):
+    return recording.record(engine.tokens, prompts, encode(engine, prompts, chat=False), config, out, **options)
 
 
 @pytest.fixture(scope="module")
@@ -134,15 +139,15 @@ def test_what_is_left_of_another_recording_is_not_taken(engine, tmp_path, monkey
 
 def test_a_continuation_without_a_decode_step_is_left_out(engine, tmp_path):
     first = engine.generate(PROMPTS[0].text, max_new_tokens=2).tokens[0]
-    ends = Engine(engine.tokens, engine.tokenizer, (first,))
+    ends = Recording(max_new_tokens=NEW, end_tokens=(first,))
     with pytest.raises(PromptError, match="ended at its first token"):
-        record(ends, PROMPTS[:1], CONFIG, tmp_path / "T.npz", model="tiny")
+        record(engine, PROMPTS[:1], ends, tmp_path / "T.npz", model="tiny")
 
 
 def test_sequences_that_are_decoded_together_share_a_temperature_and_no_two_share_a_seed():
     prompts = [Prompt(text="a", temperature=heat) for heat in (1.0, None, 1.0, 0.0, None)]
     config = Recording(sampling=SamplingConfig(temperature=0.5, top_k=3, seed=10))
-    batches = list(recording._batches(2, [[0]] * 5, prompts, 100, config))
+    batches = list(recording._batches(2, prompts, [[0]] * 5, 100, config))
     assert [(rows, sampling.temperature) for rows, sampling in batches] == [([3], 0), ([1, 4], 0.5), ([0, 2], 1)]
     assert [sampling.seed for _, sampling in batches] == [110, 111, 113]
     assert {sampling.top_k for _, sampling in batches} == {3}
@@ -193,13 +198,13 @@ def test_faults_that_are_said_before_anything_is_generated(engine, tmp_path):
     with pytest.raises(PromptError, match="prompt 0 has 508 tokens and 5 new ones"):
         record(engine, [Prompt(text="x" * 508)], CONFIG, tmp_path / "T.npz", model="tiny")
     with pytest.raises(PromptError, match="has no chat template"):
-        record(engine, PROMPTS, Recording(chat=True), tmp_path / "T.npz", model="tiny")
+        encode(engine, PROMPTS, chat=True)
     with pytest.raises(PromptError, match="at least 2, got 1"):
         Recording(max_new_tokens=1)
 
 
 def test_the_command(engine, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("seqmoe_jax.cli.main.load_engine", lambda args, **options: engine)
+    monkeypatch.setattr("seqmoe_jax.cli.trace.load_engine", lambda args, **options: engine)
     (tmp_path / "p.txt").write_text("ab\ncd\n")
     words = ["trace", "/some/where/tiny", "--prompts", str(tmp_path / "p.txt"), "--out", str(tmp_path / "T.npz")]
     more = ["--max-new-tokens", str(NEW), "--name", "owner/tiny"]

@@ -1,17 +1,19 @@
 """Stretched routing is the recorded one, seen again in other layers, streams and groups of experts."""
 
-from pathlib import Path
+import json
 
 import numpy as np
 import pytest
 
+from seqmoe_jax.cli.main import main
 from seqmoe_jax.traces.format import read_trace, write_trace
 from seqmoe_jax.traces.stretch import stretch
+from tests.traces.conftest import EXCERPT
 
 
 @pytest.fixture(scope="module")
-def trace():
-    return read_trace(Path(__file__).parents[1] / "data" / "gptoss20b_excerpt.npz")
+def trace(excerpt):
+    return excerpt
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +56,21 @@ def test_every_group_is_used_and_the_heaviest_come_first(stretched, tmp_path):
 
 def test_fewer_layers_are_the_first_ones(trace):
     np.testing.assert_array_equal(stretch(trace, layers=3, experts=32, active=4).ids, trace.ids[:, :3])
+
+
+def test_the_command_writes_the_stretched_trace(trace, stretched, tmp_path, capsys):
+    path, out = str(EXCERPT), tmp_path / "s.npz"
+    words = ["stretch-trace", path, "--layers", "48", "--experts", "128", "--active", "8", "--out", str(out)]
+    assert main([*words, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["model"], said["layers"], said["steps"]) == ("stretched-48x128x8", 48, trace.steps)
+    np.testing.assert_array_equal(read_trace(out).ids, stretched.ids)
+    train = int(trace.lens[trace.split == "train"].sum())
+    assert main([*words, "--train-steps", str(train // 2), "--model", "mine"]) == 0
+    fewer = read_trace(out)
+    assert fewer.model == "mine"
+    assert 0 < fewer.lens[fewer.split == "train"].sum() < train
+    assert fewer.select("test").steps == trace.select("test").steps, "other splits are kept whole"
+    assert main([*words[:-2], "--active", "6", "--out", str(tmp_path / "no.npz")]) == 2
+    assert "cannot be stretched" in capsys.readouterr().err
+    assert not (tmp_path / "no.npz").exists()

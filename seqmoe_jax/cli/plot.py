@@ -1,0 +1,132 @@
+"""`seqmoe plot`: what other commands wrote, or a trace, as an image file (`plots`). Needs matplotlib."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seqmoe_jax import plots
+from seqmoe_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from seqmoe_jax.traces.format import Trace
+
+RESIDENCIES = (0.1, 0.15, 0.25, 0.35, 0.45, 0.6, 0.8)
+POLICIES = ("lru", "lfu", "prefill-hot", "belady", "belady-8")  # those that need no forecasts
+SHOWN = ("lru", "lfu", "prefill-hot", "belady")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+
+    def kind(name: str, text: str) -> argparse.ArgumentParser:
+        each = kinds.add_parser(name, help=text, description=text)
+        each.add_argument("--out", type=Path, required=True, metavar="FILE", help="ends in .png, .svg or .pdf")
+        each.add_argument("--json", action="store_true", help="print what is drawn as JSON")
+        return each
+
+    recall = kind("recall", "recall per layer, from what `seqmoe evaluate --json` or `train-predictor` wrote")
+    recall.add_argument("evaluation", type=Path, metavar="E.json")
+    recall.add_argument("--split", help="where it holds several (default: the first)")
+    rate = kind("hit-rate", "hit rate of caching policies against residency, simulated on a trace")
+    rate.add_argument("trace", metavar="T.npz")
+    rate.add_argument("--split", help="sequences of this split alone")
+    rate.add_argument("--policies", nargs="+", choices=POLICIES, default=list(SHOWN), metavar="P",
+                      help=f"of {', '.join(POLICIES)} (default: {' '.join(SHOWN)})")  # fmt: skip
+    rate.add_argument("--residencies", nargs="+", type=float, default=list(RESIDENCIES), metavar="R")
+    rate.add_argument("--predictor", metavar="auto|first-order|DIR", help="adds policy seqmoe by its forecasts")
+    rate.add_argument("--model", metavar="ID", help="the model of the trace (default: what the trace says)")
+    rate.add_argument("--skip", type=int, default=500, metavar="N", help="first steps not counted (default: 500)")
+    heat = kind("heatmap", "how often each expert is activated, and one sequence step by step")
+    heat.add_argument("trace", metavar="T.npz")
+    heat.add_argument("--split", help="sequences of this split alone")
+    heat.add_argument("--sequence", type=int, default=0, metavar="I", help="which one to show (default: the first)")
+    bench = kind("bench", "speed against residency and, if profiled, time shares, from what `seqmoe bench --out` wrote")
+    bench.add_argument("result", type=Path, metavar="B.json")
+
+
+def run(args: argparse.Namespace) -> int:
+    plots.check_output(args.out)
+    kinds = {"recall": _recall, "hit-rate": _hit_rate, "heatmap": _heatmap, "bench": _bench}
+    figure, drawn = kinds[args.kind](args)
+    figure.savefig(args.out, dpi=plots.DPI)
+    print(json.dumps({"file": str(args.out)} | drawn) if args.json else str(args.out))
+    return 0
+
+
+def read_evaluation(path: Path, split: str | None = None) -> tuple[dict[str, Any], str | None]:
+    """Rows of a recall table by predictor, and the split they are of. Raises `ConfigError`."""
+    try:
+        said = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: expected the JSON of an evaluation, got {error}") from None
+    splits = said.get("splits", {}) if isinstance(said, dict) else {}
+    if splits:
+        split = split or next(iter(splits))
+        if split not in splits:
+            raise ConfigError(f"{path} has no split {split!r}: expected one of {', '.join(splits)}")
+        said = splits[split]
+    rows = said.get("predictors") if isinstance(said, dict) else None
+    if not rows or not all("per_layer" in row and "recall_at" in row for row in rows.values()):
+        raise ConfigError(f"{path}: expected the JSON of `seqmoe evaluate --json`, got no rows with 'per_layer'")
+    return rows, split
+
+
+def _recall(args: argparse.Namespace) -> tuple[Figure, dict[str, Any]]:
+    rows, split = read_evaluation(args.evaluation, args.split)
+    return plots.recall_figure(rows, split), {"predictors": {name: row["per_layer"] for name, row in rows.items()}}
+
+
+def _hit_rate(args: argparse.Namespace) -> tuple[Figure, dict[str, Any]]:
+    from tqdm import tqdm
+
+    from seqmoe_jax.cli.simulate import forecasts_by
+    from seqmoe_jax.simulation.settings import Simulation
+    from seqmoe_jax.simulation.simulator import simulate
+
+    whole, trace = _traces(args)
+    policies, forecasts = list(args.policies), None
+    if args.predictor is not None:
+        forecasts = forecasts_by(args.predictor, whole, trace, model=args.model, rollout=0)
+        policies.insert(0, "seqmoe")
+    curves: dict[str, list[float]] = {policy: [] for policy in policies}
+    points = [(policy, residency) for policy in policies for residency in sorted(args.residencies)]
+    for policy, residency in tqdm(points, disable=args.json or not sys.stderr.isatty(), leave=False):
+        config = Simulation(residency=residency, policy=policy, skip=args.skip)
+        curves[policy].append(simulate(trace, config, forecasts).hit_rate)
+    title = f"{trace.model or 'Trace'}: {trace.layers} layers, {trace.num_experts} experts, {trace.active} active"
+    drawn = {"residencies": sorted(args.residencies), "hit_rates": curves}
+    return plots.hit_rate_figure(sorted(args.residencies), curves, title), drawn
+
+
+def _heatmap(args: argparse.Namespace) -> tuple[Figure, dict[str, Any]]:
+    _, trace = _traces(args)
+    if not 0 <= args.sequence < trace.sequences:
+        raise ConfigError(f"--sequence must be from 0 to {trace.sequences - 1}, got {args.sequence}")
+    drawn = {"sequence": args.sequence, "steps": int(trace.lens[args.sequence])}
+    return plots.heatmap_figure(trace, args.sequence), drawn
+
+
+def _bench(args: argparse.Namespace) -> tuple[Figure, dict[str, Any]]:
+    try:
+        result = json.loads(args.result.read_text())
+        rows = [row for row in result["rows"] if "error" not in row]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{args.result}: expected the JSON of `seqmoe bench --out`, got {error!r}") from None
+    if not rows:
+        raise ConfigError(f"{args.result}: no row of it was measured")
+    drawn = {"rows": [{key: row[key] for key in ("name", "residency", "batch", "tokens_per_second")} for row in rows]}
+    return plots.bench_figure(result), drawn
+
+
+def _traces(args: argparse.Namespace) -> tuple[Trace, Trace]:
+    """The whole trace, and the split of it that was asked for."""
+    from seqmoe_jax.traces.format import read_trace
+
+    whole = read_trace(args.trace)
+    return whole, whole.select(args.split) if args.split else whole
