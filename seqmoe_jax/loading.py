@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ from seqmoe_jax.checkpoints.safetensors import open_checkpoint
 from seqmoe_jax.engine import Model, Predictor
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.host_pool import load_host_pool, random_host_pool
+from seqmoe_jax.host_memory import Progress
 from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.models.weights import ModelWeights
-
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 def activation_dtype(spec: ModelSpec, device: jax.Device, dtype: str | None = None) -> np.dtype:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from seqmoe_jax.cli import bench as benchmark
 from seqmoe_jax.errors import ConfigError, SeqMoEError
+from seqmoe_jax.host_memory import host_memory_bytes
 
 if TYPE_CHECKING:
     from seqmoe_jax.api import Engine
@@ -272,8 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     # Read when JAX starts. It would otherwise take 75 % of a GPU's memory at most, and pin 64 GB of the host's.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(64, host >> 30)))
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(64, host_memory_bytes() >> 30)))
     try:
         return args.run(args)
     except SeqMoEError as error:

@@ -6,7 +6,6 @@ once in this process. Nothing may read a pool before the function that fills it 
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import os
@@ -26,8 +25,8 @@ from seqmoe_jax.checkpoints.read import read_part, read_source
 from seqmoe_jax.checkpoints.safetensors import Checkpoint
 from seqmoe_jax.checkpoints.sources import NameMap, Source
 from seqmoe_jax.errors import CheckpointError, ConfigError
+from seqmoe_jax.host_memory import Progress, host_view
 
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all), from the calling thread
 Pool = tuple[Shaped[Array, "E n"], ...]
 _Work = Callable[[np.ndarray], int]  # writes into the bytes of one layer, returns how many
 FP4_SPREAD = 2.8  # of e2m1 values with uniform codes
@@ -189,16 +188,6 @@ def allocate_layer(layout: ExpertLayout, num_experts: int, device: jax.Device) -
     return array.block_until_ready()
 
 
-def writable_bytes(array: Shaped[Array, "E n"]) -> np.ndarray:
-    """The memory of a host array, `uint8[nbytes]`, writable. The view keeps the array alive.
-
-    JAX takes arrays to be constant: write before anything reads, or where the reader expects it.
-    """
-    memory = (ctypes.c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
-    memory.owner = array  # type: ignore[attr-defined]
-    return np.frombuffer(memoryview(memory), np.uint8)
-
-
 def _build(
     layout: ExpertLayout,
     order: Iterable[int],
@@ -218,7 +207,7 @@ def _build(
     try:
         for layer in order:
             arrays[layer] = allocate_layer(layout, num_experts, device)
-            view = writable_bytes(arrays[layer])
+            view = host_view(arrays[layer]).reshape(-1).view(np.uint8)
             pending += [executor.submit(item, view) for item in work(layer)]
             for future in [future for future in pending if future.done()]:
                 done += future.result()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ from pallas_kernels.backend import Implementation, resolve
 from seqmoe_jax.checkpoints.resolve import read_json, resolve_config
 from seqmoe_jax.doctor import link_bandwidth
 from seqmoe_jax.errors import ResidencyError
+from seqmoe_jax.host_memory import host_memory_bytes
 from seqmoe_jax.loading import activation_dtype
 from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, make_plan
 from seqmoe_jax.models.families import spec_from_config
@@ -60,7 +60,7 @@ def size_up(
         if residency is not None:
             raise
         reason = str(error)
-    block, host = spec.expert_layout.block_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    block, host = spec.expert_layout.block_bytes, host_memory_bytes()
     pool = spec.num_keys * block
     if pool > host:
         reason = f"the experts need {_gb(pool)} of host memory, this machine has {_gb(host)}"

@@ -30,8 +30,6 @@ if TYPE_CHECKING:  # the engine is handed in: traces are below it
 GROUP = 64  # prompts per file of a run that is not finished
 FIELDS = ("prompt", "split", "temperature")
 
-Progress = Callable[[int, int], None]  # sequences done, decoded steps so far
-
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
@@ -106,7 +104,7 @@ def record(
     out: str | os.PathLike[str],
     *,
     model: str,
-    progress: Progress = lambda done, steps: None,
+    progress: Callable[[int, int], None] = lambda done, steps: None,
 ) -> Trace:
     """Records the prompts and writes the trace to `out`; goes on from what an earlier run of the same left beside it.
 

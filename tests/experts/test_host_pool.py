@@ -27,12 +27,8 @@ from seqmoe_jax.checkpoints.read import read_part, read_source
 from seqmoe_jax.checkpoints.safetensors import Checkpoint, open_checkpoint
 from seqmoe_jax.checkpoints.sources import NameMap
 from seqmoe_jax.errors import CheckpointError, ConfigError
-from seqmoe_jax.experts.host_pool import (
-    allocate_layer,
-    load_host_pool,
-    random_host_pool,
-    writable_bytes,
-)
+from seqmoe_jax.experts.host_pool import allocate_layer, load_host_pool, random_host_pool
+from seqmoe_jax.host_memory import host_view
 from seqmoe_jax.models.families import spec_from_config
 
 LAYERS, EXPERTS, HIDDEN, WIDTH = 3, 4, 256, 192
@@ -213,7 +209,7 @@ def test_xla_sees_later_writes_and_the_memory_stays_where_it_is():
     assert len(set(pointers)) == 3
     for value, array in enumerate(arrays, 1):
         assert not np.asarray(read_row(array, jnp.int32(1))).any()
-        view = writable_bytes(array).view(layout.storage).reshape(2, -1)
+        view = host_view(array)
         for change in (0, 10):
             view[1] = value + change
             gc.collect()
@@ -224,10 +220,10 @@ def test_xla_sees_later_writes_and_the_memory_stays_where_it_is():
 
 def test_a_view_keeps_its_array_alive():
     layout = swiglu_layout(hidden=64, width=32, dtype=np.float32)
-    view = writable_bytes(allocate_layer(layout, 64, jax.devices()[0]))
+    view = host_view(allocate_layer(layout, 64, jax.devices()[0]))
     gc.collect()
     view[:] = 7
-    assert view.sum(dtype=np.int64) == 7 * len(view)
+    assert view.sum(dtype=np.int64) == 7 * view.size
 
 
 @pytest.mark.parametrize("dtype", [FP8, BF16, np.dtype(np.float32)], ids=str)
