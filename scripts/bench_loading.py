@@ -69,7 +69,7 @@ def bench(directory: Path, *, workers: int | None, cold: bool) -> dict[str, Any]
         names,
         spec.expert_layout,
         num_layers=len(spec.moe_layers),
-        num_experts=spec.moe.experts,
+        num_experts=spec.moe.num_experts,
         device=device,
         workers=workers,
     )

@@ -163,7 +163,7 @@ def _group(
             [encoded[i] for i in batch],
             max_new_tokens=config.max_new_tokens,
             sampling=sampling,
-            end_tokens=engine.ends,
+            end_tokens=engine.eos_token_ids,
         )
         for event in events:
             new[batch[event.sequence]].append(event.token)
@@ -178,7 +178,7 @@ def _group(
         batch = by_length[at : at + engine.tokens.max_batch]
         routing |= dict(zip(batch, engine.tokens.routing([processed[i] for i in batch]), strict=True))
     spec = engine.tokens.model.spec
-    stored = [stored_routing(*routing[i], spec.moe.experts) for i in kept]
+    stored = [stored_routing(*routing[i], spec.moe.num_experts) for i in kept]
     lens = np.array([len(processed[i]) for i in kept], np.int64)
     splits = [prompts[i].split for i in kept]
     return Trace(
@@ -187,7 +187,7 @@ def _group(
         tok=np.concatenate([np.array(processed[i], np.int32) for i in kept]),
         lens=lens,
         seq_offsets=np.concatenate([[0], np.cumsum(lens)]),
-        num_experts=spec.moe.experts,
+        num_experts=spec.moe.num_experts,
         layer_index=np.array(spec.moe_layers),
         vocab_size=spec.vocab,
         split=None if None in splits else np.array(splits),
@@ -244,7 +244,7 @@ def _digest(engine: Engine, encoded: list[list[int]], prompts: Sequence[Prompt],
         "dtype": str(tokens.dtype),
         "batch": tokens.max_batch,
         "prompts": [[ids, prompt.split, prompt.temperature] for ids, prompt in zip(encoded, prompts, strict=True)],
-        "ends": list(engine.ends),
+        "ends": list(engine.eos_token_ids),
         "recording": dataclasses.asdict(config),
         "group": GROUP,
     }
