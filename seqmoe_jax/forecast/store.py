@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
-from seqmoe_jax.checkpoints.header import header_length, parse_header
-from seqmoe_jax.errors import CheckpointError, PredictorError
+from seqmoe_jax.errors import PredictorError
 from seqmoe_jax.forecast.config import PredictorConfig, short_name
 
 PART_BYTES = 14_000_000
@@ -97,13 +96,11 @@ def load(
 def read_config(directory: str | Path, *, stem: str = "predictor") -> PredictorConfig:
     """The configuration alone, from the header of the first part. Raises `PredictorError`."""
     path = _parts(directory, stem)[0]
-    with path.open("rb") as file:
-        start = file.read(8)
-        try:
-            length = header_length(path, start, path.stat().st_size)
-            metadata = json.loads(file.read(length)).get("__metadata__", {})
-        except (CheckpointError, ValueError) as error:
-            raise PredictorError(f"{path}: not a predictor file ({error})") from error
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise PredictorError(f"{path}: not a predictor file ({error})") from error
     return _parse(directory, metadata.get("seqmoe_predictor"))
 
 
@@ -137,16 +134,10 @@ def _file(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> byt
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    data = path.read_bytes()
     try:
-        size = 8 + header_length(path, data[:8], len(data))
-        infos = parse_header(path, data[8:size], len(data))
-        tensors = {
-            name: np.frombuffer(data, info.dtype, math.prod(info.shape), info.offset).reshape(info.shape)
-            for name, info in infos.items()
-        }
-        return json.loads(data[8:size]).get("__metadata__", {}), tensors
-    except (CheckpointError, KeyError, ValueError) as error:
+        with safe_open(path, framework="numpy") as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
         raise PredictorError(f"{path}: not a predictor file ({error})") from error
 
 
