@@ -1,0 +1,1 @@
+"""What shows that the product holds what it promises, run for longer than tests are."""
