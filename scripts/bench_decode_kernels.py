@@ -42,10 +42,12 @@ from seqmoe_jax.models.weights import LayerWeights, MoEWeights
 
 HIDDEN, VOCAB, BF16 = 2048, 151_936, jnp.bfloat16
 NORM = RMSNorm(eps=1e-6)
-ROPE = Rope(theta=1e6, dims=128)
-PEER = GQA(heads=32, kv_heads=4, head_dim=128, rope=ROPE, scale=128**-0.5, norm=NORM, qk_norm="head")
-OSS = GQA(heads=64, kv_heads=8, head_dim=64, rope=Rope(theta=1e6, dims=64), scale=0.125, norm=NORM, sinks=True)
-ROUTER = RouterSpec(experts=128, top_k=8, normalize=True)
+ROPE = Rope(theta=1e6, rotary_dim=128)
+PEER = GQA(num_heads=32, num_kv_heads=4, head_dim=128, rope=ROPE, scale=128**-0.5, norm=NORM, qk_norm="head")
+OSS = GQA(
+    num_heads=64, num_kv_heads=8, head_dim=64, rope=Rope(theta=1e6, rotary_dim=64), scale=0.125, norm=NORM, sinks=True
+)
+ROUTER = RouterSpec(num_experts=128, top_k=8, normalize=True)
 XLA, ALL = DecodeKernels(), DecodeKernels.of("gpu")
 PARTS = {  # what a half of a layer is computed by
     "xla": XLA,
@@ -67,7 +69,7 @@ def layer_of(mixer: GQA) -> LayerSpec:
 
 def weights_of(mixer: GQA, key: int, dtype: Any = BF16) -> LayerWeights:
     """Weights of one layer without its experts, of a size that keeps activations near one."""
-    n, g, d = mixer.heads, mixer.kv_heads, mixer.head_dim
+    n, g, d = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     one = partial(draw, dtype=dtype)
     attend = GQAWeights(
         qkv=one(key, (n + 2 * g) * d, HIDDEN, scale=HIDDEN**-0.5), o=one(key + 1, HIDDEN, n * d, scale=(n * d) ** -0.5),
@@ -75,13 +77,13 @@ def weights_of(mixer: GQA, key: int, dtype: Any = BF16) -> LayerWeights:
         q_norm=1 + one(key + 3, d, scale=0.1) if mixer.qk_norm else None,
         k_norm=1 + one(key + 4, d, scale=0.1) if mixer.qk_norm else None,
     )  # fmt: skip
-    router = RouterWeights(one(key + 5, ROUTER.experts, HIDDEN, scale=HIDDEN**-0.5))
+    router = RouterWeights(one(key + 5, ROUTER.num_experts, HIDDEN, scale=HIDDEN**-0.5))
     norm = 1 + one(key + 6, HIDDEN, scale=0.1)
     return LayerWeights(input_norm=norm, mixer=attend, post_norm=norm, mlp=MoEWeights(router=router, shared=None))
 
 
 def cache_of(mixer: GQA, batch: int, capacity: int, key: int, dtype: Any = BF16) -> KV:
-    shape = (batch, mixer.kv_heads, capacity, mixer.head_dim)
+    shape = (batch, mixer.num_kv_heads, capacity, mixer.head_dim)
     return KV(draw(key, *shape, dtype=dtype), draw(key + 1, *shape, dtype=dtype))
 
 
@@ -153,13 +155,13 @@ def check(seed: int) -> tuple[dict[str, float], list[str]]:
         worst(jnp.sort(ids), jnp.sort(its), 0, "router's choice")
         found[f"router, batch {batch}"] = worst(jnp.sort(shares), jnp.sort(theirs), 1e-2, "router's weights")
 
-    plain = dataclasses.replace(PEER, qk_norm=None, rope=dataclasses.replace(ROPE, dims=64))
+    plain = dataclasses.replace(PEER, qk_norm=None, rope=dataclasses.replace(ROPE, rotary_dim=64))
     cases = [
         ("bf16", PEER, BF16, 1024, [1000]),
         ("bf16, batch 4", PEER, BF16, 6000, [0, 64, 5999, 3000]),
         ("float32", PEER, jnp.float32, 300, [63, 200]),
         ("bf16, sinks", OSS, BF16, 1024, [700]),
-        ("bf16, sinks, window", dataclasses.replace(OSS, window=128), BF16, 128, [50, 127]),
+        ("bf16, sinks, window", dataclasses.replace(OSS, sliding_window=128), BF16, 128, [50, 127]),
         ("bf16, half a head turned", plain, BF16, 512, [300]),
     ]
     with ThreadPoolExecutor(8) as pool:

@@ -22,7 +22,7 @@ from seqmoe_jax.engine import Model, TokenEngine
 from seqmoe_jax.experts.policy import POLICIES
 from seqmoe_jax.loading import load_model
 from seqmoe_jax.options import EngineOptions
-from seqmoe_jax.text import end_tokens, open_tokenizer
+from seqmoe_jax.text import eos_token_ids, open_tokenizer
 
 PROMPTS = (
     "def fibonacci(n):",
@@ -81,7 +81,7 @@ def main() -> int:
     args = parser.parse_args()
     enable_compilation_cache()
     model, directory = load_model(args.model)
-    tokenizer, ends = open_tokenizer(directory), end_tokens(directory)
+    tokenizer, ends = open_tokenizer(directory), eos_token_ids(directory)
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     options = dict(ends=ends, new=args.max_new_tokens)
     reference = run(model, prompts, policy="full", residency=1.0, **options)

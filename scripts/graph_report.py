@@ -113,21 +113,21 @@ def compiled_step(spec: ModelSpec, name: str, device: Any, args: argparse.Namesp
     predictor, weights_of_predictor, state, plan, link = None, None, None, None, None
     if setting.predicted:
         loaded, arrays = store.load(args.predictor, dtype=BF16)
-        loaded.check(layers=layers, experts=moe.experts, active=moe.top_k)
+        loaded.check(layers=layers, experts=moe.num_experts, active=moe.top_k)
         predictor = loaded
         weights_of_predictor = jax.eval_shape(lambda: by_rows(jax.tree.map(jnp.asarray, arrays)))
         state = jax.eval_shape(lambda: plain.init_state(loaded, args.batch, BF16))
         if options.transfers == "dma":
-            keep = min(2 * moe.top_k * args.batch, moe.experts)
+            keep = min(2 * moe.top_k * args.batch, moe.num_experts)
             plan = PlanConfig(
-                layers=layers, experts=moe.experts, tasks=args.tasks, threshold=THRESHOLD, keep=keep,
+                layers=layers, experts=moe.num_experts, tasks=args.tasks, threshold=THRESHOLD, keep=keep,
                 steps=options.steps_ahead,
             )  # fmt: skip
         elif options.transfers != "none":
             raise SystemExit(f"graph_report: {name} is not of one program; take full, lru, lfu, history, evict or dma*")
     policy_name = check_policy(options.policy)
     cache = CacheConfig(
-        layout=spec.expert_layout, layers=layers, experts=moe.experts, slots=slots, rule=rule_of(policy_name),
+        layout=spec.expert_layout, layers=layers, experts=moe.num_experts, slots=slots, rule=rule_of(policy_name),
         managed=name != "full", implementation="gpu", tasks=0 if plan is None else plan.tasks,
     )  # fmt: skip
     policy = decode_policy(policy_name, cache, predictor, refine=options.refine, plan=plan)
@@ -150,7 +150,9 @@ def compiled_step(spec: ModelSpec, name: str, device: Any, args: argparse.Namesp
     sequences = jax.eval_shape(partial(empty_sequences, spec=spec, batch=args.batch, capacity=args.context, dtype=BF16))
     offload = jax.eval_shape(partial(empty_offload, cache, later=policy.later))._replace(predictor=state)
     weights = jax.eval_shape(partial(random_weights, spec=spec, dtype=BF16), jax.random.key(0))
-    pools = (jax.ShapeDtypeStruct((moe.experts, spec.expert_layout.block_elems), spec.expert_layout.storage),) * layers
+    pools = (
+        jax.ShapeDtypeStruct((moe.num_experts, spec.expert_layout.block_elems), spec.expert_layout.storage),
+    ) * layers
     sampling = jax.eval_shape(lambda: SamplingParams.of([SamplingConfig()], args.batch))
     abstract = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"))
     with use_abstract_mesh(abstract):

@@ -24,7 +24,7 @@ from seqmoe_jax.text import (
     Tokenizer,
     chat_of,
     encode_prompt,
-    end_tokens,
+    eos_token_ids,
     model_sampling,
     open_tokenizer,
 )
@@ -67,12 +67,12 @@ class Engine:
         self,
         tokens: TokenEngine,
         tokenizer: Tokenizer,
-        ends: Sequence[int],
+        eos_token_ids: Sequence[int],
         *,
         chat: Chat | None = None,
         defaults: SamplingConfig | None = None,
     ):
-        self.tokens, self.tokenizer, self.ends = tokens, tokenizer, tuple(ends)
+        self.tokens, self.tokenizer, self.eos_token_ids = tokens, tokenizer, tuple(eos_token_ids)
         self.chat, self.defaults = chat, defaults or SamplingConfig()
 
     @property
@@ -139,7 +139,7 @@ class Engine:
 
     def run(self, requests: Sequence[Request]) -> Run:
         """Requests decoded together, each with its own options; iterate over it for their text as it comes."""
-        return Run(self.tokens, self.tokenizer, self.ends, requests)
+        return Run(self.tokens, self.tokenizer, self.eos_token_ids, requests)
 
     def request(
         self,
@@ -238,7 +238,7 @@ def load(
             loaded, directory = load_model(model, dtype=chosen.dtype, progress=bar)
             family = str(read_config(directory)["model_type"])
             tokenizer = open_tokenizer(directory, family)
-            ends = end_tokens(directory, family)
+            ends = eos_token_ids(directory, family)
             chat, defaults = chat_of(directory, family), model_sampling(directory)
     engine = TokenEngine(
         loaded,

@@ -94,7 +94,7 @@ class TokenEngine:
         self.config = CacheConfig(
             layout=spec.expert_layout,
             layers=len(spec.moe_layers),
-            experts=spec.moe.experts,
+            experts=spec.moe.num_experts,
             slots=self.plan.slots,
             rule=rule_of(self.policy),
             managed=not (everything and self.policy == "full"),
@@ -103,7 +103,7 @@ class TokenEngine:
         self.kernels = DecodeKernels.of(kernels if options.decode_kernels else "xla")
         if predictor is not None:
             moe = spec.moe
-            predictor.config.check(layers=len(spec.moe_layers), experts=moe.experts, active=moe.top_k)
+            predictor.config.check(layers=len(spec.moe_layers), experts=moe.num_experts, active=moe.top_k)
         self.predictor = predictor if self.policy == "seqmoe" and not everything else None
         self.replay = replay
         self._plan_config, self.transfers = make_transfers(

@@ -68,7 +68,7 @@ def load_model(
             names,
             spec.expert_layout,
             num_layers=len(spec.moe_layers),
-            num_experts=spec.moe.experts,
+            num_experts=spec.moe.num_experts,
             device=device,
             progress=progress,
         )
@@ -95,7 +95,7 @@ def find_and_load_predictor(
     from seqmoe_jax.forecast.store import choose_predictor
 
     spec = model.spec
-    sizes = dict(layers=len(spec.moe_layers), experts=spec.moe.experts, active=spec.moe.top_k)
+    sizes = dict(layers=len(spec.moe_layers), experts=spec.moe.num_experts, active=spec.moe.top_k)
     found = choose_predictor(choice, trained_on or model.name, **sizes)
     return None if found is None else load_predictor(found, model.weights.embed)
 
@@ -118,7 +118,7 @@ def random_model(
     pools = random_host_pool(
         spec.expert_layout,
         num_layers=len(spec.moe_layers),
-        num_experts=spec.moe.experts,
+        num_experts=spec.moe.num_experts,
         device=device,
         seed=seed,
         progress=progress,

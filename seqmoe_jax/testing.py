@@ -43,7 +43,7 @@ def tiny_model(*, seed: int = 0, **changes: Any) -> Model:
 def tiny_engine(*, seed: int = 0, **options: Any) -> Engine:
     """An engine over `tiny_model` that reads and writes bytes. `options` are those of `TokenEngine`."""
     model = tiny_model(seed=seed)
-    return Engine(TokenEngine(model, EngineOptions(**options)), ByteTokenizer(vocab=model.spec.vocab), ends=())
+    return Engine(TokenEngine(model, EngineOptions(**options)), ByteTokenizer(vocab=model.spec.vocab), eos_token_ids=())
 
 
 def untrained_predictor(model: Model) -> TrainedPredictor:
@@ -56,7 +56,7 @@ def untrained_predictor(model: Model) -> TrainedPredictor:
 
     spec = model.spec
     config = PredictorConfig(
-        model=model.name, layers=len(spec.moe_layers), experts=spec.moe.experts, active=spec.moe.top_k,
+        model=model.name, layers=len(spec.moe_layers), experts=spec.moe.num_experts, active=spec.moe.top_k,
         d_model=32, head_dim=16, d_state=8, blocks=1, echo=16, vocabulary=spec.vocab, token_rows=70, token_width=8,
         refine_width=16,
     )  # fmt: skip

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from scripts.make_random_checkpoint import make_config, write_checkpoint
+from scripts.checks.random_checkpoint import make_config, write_checkpoint
 from seqmoe_jax.cli.main import main
 from seqmoe_jax.compilation import VARIABLE
 

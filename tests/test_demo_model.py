@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 import seqmoe_jax
@@ -26,7 +27,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def tensors():
-    return export.read_safetensors(DEMO / export.NAME)
+    return load_file(DEMO / export.NAME)
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +63,13 @@ def test_config(config):
 def test_weights(config, tensors):
     model = ModelConfig.from_hf(config)
     # Nine dense tensors and three per expert in each layer, the embedding and the last norm; no separate head.
-    assert len(tensors) == model.layers * (9 + 3 * model.experts) + 2
+    assert len(tensors) == model.layers * (9 + 3 * model.num_experts) + 2
     assert sum(value.size for value in tensors.values()) == model.parameters()
     assert tensors["model.layers.0.mlp.experts.0.gate_proj.weight"].shape == (model.width, model.hidden)
-    assert tensors["model.layers.0.self_attn.k_proj.weight"].shape == (model.kv_heads * model.head_dim, model.hidden)
+    assert tensors["model.layers.0.self_attn.k_proj.weight"].shape == (
+        model.num_kv_heads * model.head_dim,
+        model.hidden,
+    )
     for name, value in tensors.items():
         wide = value.astype(np.float32)
         assert np.isfinite(wide).all(), name

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqmoe_jax.errors import CheckpointError, ConfigError, PromptError
-from seqmoe_jax.text import ByteTokenizer, FileTokenizer, TextStream, encode_prompt, end_tokens
+from seqmoe_jax.text import ByteTokenizer, FileTokenizer, TextStream, encode_prompt, eos_token_ids
 
 BYTES = ByteTokenizer(vocab=256)
 
@@ -52,14 +52,14 @@ def test_no_piece_shows_part_of_a_stop_string(text, stop):
 
 
 def test_end_tokens_come_from_either_file(tmp_path):
-    assert end_tokens(tmp_path) == ()
+    assert eos_token_ids(tmp_path) == ()
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
-    assert end_tokens(tmp_path) == (7,)
+    assert eos_token_ids(tmp_path) == (7,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
-    assert end_tokens(tmp_path) == (1, 2)
+    assert eos_token_ids(tmp_path) == (1, 2)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "x"}))
     with pytest.raises(ConfigError, match="eos_token_id"):
-        end_tokens(tmp_path)
+        eos_token_ids(tmp_path)
 
 
 def test_a_missing_or_broken_tokenizer_is_said_in_one_line(tmp_path):

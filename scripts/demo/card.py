@@ -102,7 +102,7 @@ def card(
     model = ModelConfig(**log["model"])
     figures, check = held_out(log), evaluation["transformers"]
     entropy = figures["usage_entropy"]
-    idle = model.layers * (model.experts - model.active) * 3 * model.hidden * model.width
+    idle = model.layers * (model.num_experts - model.top_k) * 3 * model.hidden * model.width
     usage = zip(entropy, figures["least_share"], figures["most_share"], strict=True)
     sources_of = {
         row["domain"]: [other["name"] for other in report if other["domain"] == row["domain"]] for row in report
@@ -112,12 +112,12 @@ def card(
         "active": f"{(model.parameters() - idle) / 1e6:.1f}",
         "layers": model.layers,
         "hidden": model.hidden,
-        "heads": model.heads,
-        "kv_heads": model.kv_heads,
+        "heads": model.num_heads,
+        "kv_heads": model.num_kv_heads,
         "head_dim": model.head_dim,
-        "experts": model.experts,
+        "experts": model.num_experts,
         "width": model.width,
-        "chosen": model.active,
+        "chosen": model.top_k,
         "vocab": f"{model.vocab:,}",
         "max_positions": f"{model.max_positions:,}",
         "megabytes": f"{size / 1e6:.1f}",
@@ -147,7 +147,7 @@ def card(
         "sources": ", ".join(f"{name} {value:.3f}" for name, value in figures["sources"].items()),
         "least_entropy": f"{min(entropy):.3f}",
         "mean_entropy": f"{sum(entropy) / len(entropy):.3f}",
-        "even": f"{1 / model.experts:.2%}",
+        "even": f"{1 / model.num_experts:.2%}",
         "usage": table(
             ("layer", "usage entropy", "least used expert", "most used expert"),
             [(i, f"{value:.3f}", f"{least:.2%}", f"{most:.2%}") for i, (value, least, most) in enumerate(usage)],

@@ -85,8 +85,8 @@ class Evaluator:
             "domains": domains,
             "sources": sources,
             "usage_entropy": [round(value, 4) for value in usage_entropy(share)],
-            "least_share": [round(float(value), 5) for value in share.min(-1) / self.config.active],
-            "most_share": [round(float(value), 5) for value in share.max(-1) / self.config.active],
+            "least_share": [round(float(value), 5) for value in share.min(-1) / self.config.top_k],
+            "most_share": [round(float(value), 5) for value in share.max(-1) / self.config.top_k],
         }
 
 

@@ -11,13 +11,12 @@ import argparse
 import hashlib
 import json
 import math
-import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors.numpy import load_file, save
 
 from scripts.demo.model import ModelConfig
 
@@ -55,39 +54,12 @@ def hf_tensors(params: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]
 
 def safetensors_bytes(params: dict[str, np.ndarray]) -> bytes:
     """The whole file."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    blobs, offset = [], 0
-    for name, value in hf_tensors(params):
-        blob = np.ascontiguousarray(value).tobytes()
-        header[name] = {
-            "dtype": "BF16",
-            "shape": list(value.shape),
-            "data_offsets": [offset, offset + len(blob)],
-        }
-        blobs.append(blob)
-        offset += len(blob)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + b"".join(blobs)
-
-
-def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """All tensors of a bfloat16 file."""
-    data = path.read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + length])
-    tensors = {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            start, _ = entry["data_offsets"]
-            count = math.prod(entry["shape"])
-            tensors[name] = np.frombuffer(data, BF16, count, 8 + length + start).reshape(entry["shape"])
-    return tensors
+    return save({name: np.ascontiguousarray(value) for name, value in hf_tensors(params)}, {"format": "pt"})
 
 
 def read_params(path: Path, config: ModelConfig) -> dict[str, np.ndarray]:
     """The parameters of a file written by `safetensors_bytes`, as float32."""
-    tensors = read_safetensors(path)
+    tensors = load_file(path)
     params = {"embed": tensors["model.embed_tokens.weight"], "final_norm": tensors["model.norm.weight"]}
     prefixes = [f"model.layers.{layer}." for layer in range(config.layers)]
     for name, hf_name in LAYER_NAMES.items():
@@ -95,7 +67,7 @@ def read_params(path: Path, config: ModelConfig) -> dict[str, np.ndarray]:
     for name, hf_name in EXPERT_NAMES.items():
         params[name] = np.stack(
             [
-                np.stack([tensors[f"{prefix}mlp.experts.{e}.{hf_name}.weight"].T for e in range(config.experts)])
+                np.stack([tensors[f"{prefix}mlp.experts.{e}.{hf_name}.weight"].T for e in range(config.num_experts)])
                 for prefix in prefixes
             ]
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,6 +21,46 @@ from jaxtyping import Array, Float, Int
 Params = dict[str, Array]
 
 
+# Names of config.json for the fields of `ModelConfig`, and what else stands there.
+HF_NAMES = {
+    "vocab": "vocab_size",
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "num_experts": "num_experts",
+    "top_k": "num_experts_per_tok",
+    "width": "moe_intermediate_size",
+    "rope_theta": "rope_theta",
+    "eps": "rms_norm_eps",
+    "max_positions": "max_position_embeddings",
+}
+HF_CONSTANTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "decoder_sparse_step": 1,
+    "dtype": "bfloat16",
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+    "output_router_logits": False,
+    "pad_token_id": 0,
+    "rope_scaling": None,
+    "router_aux_loss_coef": 0.01,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+}
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape of the model; `hf()` is its `config.json`."""
@@ -28,11 +68,11 @@ class ModelConfig:
     vocab: int = 6144
     layers: int = 10
     hidden: int = 256
-    heads: int = 8
-    kv_heads: int = 2
+    num_heads: int = 8
+    num_kv_heads: int = 2
     head_dim: int = 32
-    experts: int = 32
-    active: int = 4
+    num_experts: int = 32
+    top_k: int = 4
     width: int = 64
     rope_theta: float = 10_000.0
     eps: float = 1e-6
@@ -40,72 +80,25 @@ class ModelConfig:
 
     def hf(self) -> dict[str, Any]:
         """The configuration in Hugging Face's words."""
-        return {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "bos_token_id": None,
-            "decoder_sparse_step": 1,
-            "dtype": "bfloat16",
-            "eos_token_id": 0,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "hidden_size": self.hidden,
-            "initializer_range": 0.02,
-            "intermediate_size": self.width * self.active,
-            "max_position_embeddings": self.max_positions,
-            "mlp_only_layers": [],
-            "model_type": "qwen3_moe",
-            "moe_intermediate_size": self.width,
-            "norm_topk_prob": True,
-            "num_attention_heads": self.heads,
-            "num_experts": self.experts,
-            "num_experts_per_tok": self.active,
-            "num_hidden_layers": self.layers,
-            "num_key_value_heads": self.kv_heads,
-            "output_router_logits": False,
-            "pad_token_id": 0,
-            "rms_norm_eps": self.eps,
-            "rope_scaling": None,
-            "rope_theta": self.rope_theta,
-            "router_aux_loss_coef": 0.01,
-            "sliding_window": None,
-            "tie_word_embeddings": True,
-            "torch_dtype": "bfloat16",
-            "use_cache": True,
-            "use_sliding_window": False,
-            "vocab_size": self.vocab,
-        }
+        values = {theirs: getattr(self, ours) for ours, theirs in HF_NAMES.items()}
+        return dict(sorted((HF_CONSTANTS | values | {"intermediate_size": self.width * self.top_k}).items()))
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> ModelConfig:
         """The inverse of `hf()`."""
-        return cls(
-            vocab=config["vocab_size"],
-            layers=config["num_hidden_layers"],
-            hidden=config["hidden_size"],
-            heads=config["num_attention_heads"],
-            kv_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
-            experts=config["num_experts"],
-            active=config["num_experts_per_tok"],
-            width=config["moe_intermediate_size"],
-            rope_theta=config["rope_theta"],
-            eps=config["rms_norm_eps"],
-            max_positions=config["max_position_embeddings"],
-        )
+        return cls(**{ours: config[theirs] for ours, theirs in HF_NAMES.items()})
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter."""
-        n, h, d, e, f = self.layers, self.hidden, self.head_dim, self.experts, self.width
+        n, h, d, e, f = self.layers, self.hidden, self.head_dim, self.num_experts, self.width
         return {
             "embed": (self.vocab, h),
             "final_norm": (h,),
             "attention_norm": (n, h),
-            "q": (n, h, self.heads * d),
-            "k": (n, h, self.kv_heads * d),
-            "v": (n, h, self.kv_heads * d),
-            "o": (n, self.heads * d, h),
+            "q": (n, h, self.num_heads * d),
+            "k": (n, h, self.num_kv_heads * d),
+            "v": (n, h, self.num_kv_heads * d),
+            "o": (n, self.num_heads * d, h),
             "q_norm": (n, d),
             "k_norm": (n, d),
             "moe_norm": (n, h),
@@ -118,9 +111,6 @@ class ModelConfig:
     def parameters(self) -> int:
         """Number of parameters."""
         return sum(math.prod(shape) for shape in self.shapes().values())
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -175,15 +165,15 @@ def apply_rope(x: Float[Array, "B T N D"], cos: Array, sin: Array) -> Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def route(logits: Float[Array, "N E"], active: int) -> tuple[Array, Array, Routing]:
-    """Softmax over all experts, the `active` largest (lowest index first among equals), renormalised.
+def route(logits: Float[Array, "N E"], top_k: int) -> tuple[Array, Array, Routing]:
+    """Softmax over all experts, the `top_k` largest (lowest index first among equals), renormalised.
 
     Returns weights `[N, E]` (zero where not chosen), the choice as a 0/1 mask, and the layer's statistics.
     """
     probabilities = jax.nn.softmax(logits, -1)
     left = lax.stop_gradient(probabilities)
     chosen = jnp.zeros_like(left)
-    for _ in range(active):
+    for _ in range(top_k):
         best = jax.nn.one_hot(jnp.argmax(left, -1), left.shape[-1], dtype=left.dtype)
         chosen, left = chosen + best, jnp.where(best > 0, -1.0, left)
     kept = probabilities * chosen
@@ -194,9 +184,9 @@ def route(logits: Float[Array, "N E"], active: int) -> tuple[Array, Array, Routi
 
 def attention(x: Float[Array, "B T H"], layer: Params, config: ModelConfig, compute: Compute) -> Array:
     batch, length, _ = x.shape
-    q = (x @ layer["q"]).reshape(batch, length, config.heads, config.head_dim)
-    k = (x @ layer["k"]).reshape(batch, length, config.kv_heads, config.head_dim)
-    v = (x @ layer["v"]).reshape(batch, length, config.kv_heads, config.head_dim)
+    q = (x @ layer["q"]).reshape(batch, length, config.num_heads, config.head_dim)
+    k = (x @ layer["k"]).reshape(batch, length, config.num_kv_heads, config.head_dim)
+    v = (x @ layer["v"]).reshape(batch, length, config.num_kv_heads, config.head_dim)
     cos, sin = rope_tables(config, length)
     q = apply_rope(rms_norm(q, layer["q_norm"], config.eps), jnp.asarray(cos), jnp.asarray(sin))
     k = apply_rope(rms_norm(k, layer["k_norm"], config.eps), jnp.asarray(cos), jnp.asarray(sin))
@@ -204,10 +194,10 @@ def attention(x: Float[Array, "B T H"], layer: Params, config: ModelConfig, comp
     return mixed.reshape(batch, length, -1) @ layer["o"]
 
 
-def mixture(x: Float[Array, "N H"], layer: Params, active: int) -> tuple[Array, Routing, Array]:
+def mixture(x: Float[Array, "N H"], layer: Params, top_k: int) -> tuple[Array, Routing, Array]:
     """All experts on all tokens, weighted by the router. Also returns the 0/1 choice `[N, E]`."""
     logits = jnp.matmul(x, layer["router"], preferred_element_type=jnp.float32)
-    weights, chosen, statistics = route(logits, active)
+    weights, chosen, statistics = route(logits, top_k)
     inner = jax.nn.silu(jnp.einsum("nh,ehf->nef", x, layer["gate"])) * jnp.einsum("nh,ehf->nef", x, layer["up"])
     inner = inner * weights.astype(x.dtype)[:, :, None]
     return jnp.einsum("nef,efh->nh", inner, layer["down"]), statistics, chosen
@@ -228,7 +218,7 @@ def forward(
     def block(x: Array, layer: Params) -> tuple[Array, Routing]:
         x = x + attention(rms_norm(x, layer["attention_norm"], config.eps), layer, config, compute)
         flat = rms_norm(x, layer["moe_norm"], config.eps).reshape(-1, config.hidden)
-        out, statistics, _ = mixture(flat, layer, config.active)
+        out, statistics, _ = mixture(flat, layer, config.top_k)
         return x + out.reshape(x.shape), statistics
 
     body = jax.checkpoint(block) if compute.remat else block
@@ -265,7 +255,7 @@ def loss_fn(
     cross_entropy = jnp.mean(log_z - picked)
     # E * sum(share * probability) / K is 1 where every expert gets the same; over the whole batch, per layer.
     balance = jnp.mean(jnp.sum(lax.stop_gradient(routing.share) * routing.probability, -1))
-    balance = balance * config.experts / config.active
+    balance = balance * config.num_experts / config.top_k
     router_z, logit_z = jnp.mean(routing.z), jnp.mean(log_z**2)
     total = cross_entropy + weights.balance * balance + weights.router_z * router_z + weights.logit_z * logit_z
     parts = {

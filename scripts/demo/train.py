@@ -19,21 +19,26 @@ import pickle
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jaxtyping import Array
 
-from scripts.demo import data, evaluate, export, optimizer
+from scripts.demo import data, evaluate, export
 from scripts.demo.model import Compute, ModelConfig, Params, init_params, loss_fn
+from scripts.demo.optimizer import OptimizerConfig, make_optimizer
 
 STARTED = time.monotonic()
-SMOKE_MODEL = ModelConfig(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, experts=4, active=2, width=16)
-State = tuple[Params, optimizer.OptimizerState]
+SMOKE_MODEL = ModelConfig(
+    layers=2, hidden=32, num_heads=2, num_kv_heads=1, head_dim=16, num_experts=4, top_k=2, width=16
+)
+State = tuple[Params, optax.OptState]
 Chunk = Callable[[State, data.TrainingText, Array, Array], tuple[State, dict[str, Array]]]
 
 
@@ -45,18 +50,16 @@ def say(message: str) -> None:
     print(f"[{elapsed():6.1f} s] {message}", flush=True)
 
 
-def schedule(fraction: float, peak: float, warmup: float = 0.02, final: float = 0.01) -> float:
-    """Linear warm-up over the first share of the time, then a cosine down to `final * peak`."""
-    if fraction < warmup:
-        return peak * max(fraction / warmup, 0.02)
-    progress = min((fraction - warmup) / (1 - warmup), 1.0)
-    return peak * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
+def schedule(fraction: float, peak: float) -> float:
+    """The learning rate after a share of the time: linear warm-up over 2 %, then a cosine down to 1 % of `peak`."""
+    shape = optax.warmup_cosine_decay_schedule(0.02, 1.0, warmup_steps=200, decay_steps=10_000, end_value=0.01)
+    return peak * float(shape(fraction * 10_000))
 
 
 def build_chunk(
     config: ModelConfig,
     compute: Compute,
-    opt: optimizer.OptimizerConfig,
+    opt: optax.GradientTransformation,
     *,
     batch: int,
     length: int,
@@ -67,8 +70,9 @@ def build_chunk(
     def step(state: State, key: Array, text: data.TrainingText, rate: Array) -> tuple[State, dict[str, Array]]:
         tokens = data.draw(text, key, batch, length + 1)
         grads, parts = jax.grad(loss_fn, has_aux=True)(state[0], tokens, config, compute)
-        params, opt_state, norm = optimizer.update(state[0], grads, state[1], rate, opt)
-        return (params, opt_state), {**parts, "grad_norm": norm}
+        updates, opt_state = opt.update(grads, state[1], state[0])
+        params = optax.apply_updates(state[0], jax.tree.map(lambda update: rate * update, updates))
+        return (params, opt_state), {**parts, "grad_norm": optax.global_norm(grads)}
 
     @functools.partial(jax.jit, donate_argnums=0)
     def chunk(state: State, text: data.TrainingText, key: Array, rate: Array) -> tuple[State, dict[str, Array]]:
@@ -110,18 +114,17 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.config = SMOKE_MODEL if args.smoke else ModelConfig()
-        self.opt = optimizer.OptimizerConfig(
-            name=args.optimizer, matrix_decay=args.matrix_decay, other_decay=args.other_decay
-        )
+        settings = OptimizerConfig(name=args.optimizer, matrix_decay=args.matrix_decay, other_decay=args.other_decay)
+        self.opt = make_optimizer(settings)
         self.state: State | None = None
         self.steps = 0
         self.best = math.inf
         self.earlier = 0.0  # seconds of the runs this one resumes
         self.log: dict[str, Any] = {
             "argv": sys.argv[1:],
-            "model": self.config.as_dict(),
+            "model": asdict(self.config),
             "parameters": self.config.parameters(),
-            "optimizer": self.opt._asdict(),
+            "optimizer": settings._asdict(),
             "jax": jax.__version__,
             "device": jax.devices()[0].device_kind,
             "curve": [],
@@ -130,7 +133,7 @@ class Run:
 
     def new_state(self) -> State:
         params = init_params(self.config, jax.random.key(self.args.seed))
-        return params, optimizer.init_state(params, self.opt)
+        return params, self.opt.init(params)
 
     def save(self, *, params: dict[str, np.ndarray] | None = None) -> None:
         """Log, exported weights (those given, or the current ones) and the state for resuming."""

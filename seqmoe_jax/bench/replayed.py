@@ -20,7 +20,7 @@ def replay_of(trace: Trace, spec: ModelSpec, steps: int, *, least: int = LONG) -
     A model of another shape gets the trace as `traces.stretch` makes it for that shape, so that a predictor trained on
     the stretched split `train` forecasts what is replayed of the split `test`.
     """
-    trace = stretch(trace, layers=len(spec.moe_layers), experts=spec.moe.experts, active=spec.moe.top_k)
+    trace = stretch(trace, layers=len(spec.moe_layers), experts=spec.moe.num_experts, active=spec.moe.top_k)
     chosen = np.flatnonzero(trace.lens >= least)
     if not chosen.size:
         raise TraceError(f"no sequence of the trace has {least} steps; give another split or trace")

@@ -1,25 +1,23 @@
-"""The header of one safetensors file, read and checked in full before any of it is trusted.
+"""Where the tensors of one safetensors file lie, so that an expert's bytes can be read straight into pinned memory.
 
-A file is `u64 little-endian N`, N bytes of JSON `{name: {dtype, shape, data_offsets: [begin, end]}}`, then
-the data. The format demands that the tensors cover the data exactly: no overlap, no hole, nothing after the
-last one.
+The `safetensors` package checks the header: what it accepts has no overlap, no hole and nothing after the last tensor.
+It says no offsets, but they follow, since `offset_keys` gives the tensors in the order in which they lie.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from seqmoe_jax.errors import CheckpointError
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+# The package's NumPy interface has none of the FP8 formats.
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
@@ -57,86 +55,31 @@ class TensorInfo:
 
 
 def fault(path: Path, expected: str, came: object, advice: str = DOWNLOAD_AGAIN) -> CheckpointError:
-    """The one line that every fault of a file becomes."""
-    line = f"{path}: expected {expected}, got {came}; {advice}"
-    return CheckpointError(" ".join(line.split()))
+    """Any fault of a file, as an error of one line."""
+    came = " ".join(str(came).split())
+    return CheckpointError(f"{path}: expected {expected}, got {came[:200]}; {advice}")
 
 
-def header_length(path: Path, prefix: bytes, file_size: int) -> int:
-    """Length of the JSON, from the file's first 8 bytes. Raises `CheckpointError`."""
-    if file_size < 8 or len(prefix) < 8:
-        raise fault(path, "a safetensors file of at least 8 bytes", f"{min(file_size, len(prefix))} bytes")
-    length = int.from_bytes(prefix[:8], "little")
-    if length > MAX_HEADER_BYTES:
-        raise fault(path, f"a header of at most {MAX_HEADER_BYTES} bytes", f"a length field of {length}")
-    if 8 + length > file_size:
-        raise fault(path, f"a header of {length} bytes", f"a file of only {file_size} bytes")
-    return length
+def read_header(path: Path, fd: int) -> dict[str, TensorInfo]:
+    """The tensors of a file, in the order in which they lie. `fd` is the file, open for reading.
 
-
-def parse_header(path: Path, text: bytes, file_size: int) -> dict[str, TensorInfo]:
-    """The header's JSON -> tensors in file order. Raises `CheckpointError` where the format forbids it."""
-    if not text.startswith(b"{"):
-        raise fault(path, "a header that begins with '{'", repr(text[:8]))
+    Raises `CheckpointError` where the format forbids what the header says, or a dtype is not known.
+    """
     try:
-        raw = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise fault(path, "a header of UTF-8 JSON", _short(error)) from error
-    metadata = raw.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise fault(path, "__metadata__ to be a map of strings", _short(metadata))
-    start = 8 + len(text)
-    infos = sorted((_tensor(path, name, entry, start) for name, entry in raw.items()), key=_place)
-    end = start
-    for info in infos:
-        if info.offset != end:
-            what = "overlaps the tensor before it" if info.offset < end else "leaves a hole before it"
-            raise fault(path, f"tensor {_short(info.name)} at byte {end}", f"byte {info.offset}, which {what}")
-        end += info.nbytes
-    if end != file_size:
-        raise fault(path, f"a file of {end} bytes by its header", f"{file_size} bytes")
-    return {info.name: info for info in infos}
-
-
-def _place(info: TensorInfo) -> tuple[int, int]:
-    return info.offset, info.nbytes
-
-
-def _short(value: object) -> str:
-    text = str(value) if isinstance(value, Exception) else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    entries: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in entries:
-            raise ValueError(f"the key {_short(key)} twice")
-        key.encode("utf-8")  # a lone surrogate is a ValueError: no name can be printed or looked up with it
-        entries[key] = value
-    return entries
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
-def _tensor(path: Path, name: str, entry: object, start: int) -> TensorInfo:
-    label = f"tensor {_short(name)}"
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise fault(path, f"{label} to have dtype, shape and data_offsets", _short(entry))
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        known = "/".join(DTYPES)
-        raise fault(path, f"{label} of dtype {known}", _short(dtype), "this format is not supported")
-    if not isinstance(shape, list) or not all(map(_is_size, shape)):
-        raise fault(path, f"{label} with a shape of whole numbers", _short(shape))
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        raise fault(path, f"{label} with data_offsets [begin, end]", _short(offsets))
-    begin, end = offsets
-    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-    if end - begin != nbytes:
-        raise fault(path, f"{label} ({dtype} {_short(shape)}) to take {nbytes} bytes", f"data_offsets {offsets}")
-    return TensorInfo(
-        name=name, dtype=DTYPES[dtype], shape=tuple(shape), path=path, offset=start + begin, nbytes=nbytes
-    )
+        with safe_open(path, framework="numpy") as file:
+            entries = [(name, file.get_slice(name)) for name in file.offset_keys()]
+            found = [(name, view.get_dtype(), tuple(view.get_shape())) for name, view in entries]
+    except (SafetensorError, OSError, ValueError) as error:
+        raise fault(path, "a safetensors file", error) from error
+    offset = 8 + int.from_bytes(os.pread(fd, 8, 0), "little")
+    tensors = {}
+    for name, code, shape in found:
+        if code not in DTYPES:
+            known = "/".join(DTYPES)
+            raise fault(path, f"tensor {name!r} of dtype {known}", repr(code), "this format is not supported")
+        nbytes = math.prod(shape) * DTYPES[code].itemsize
+        tensors[name] = TensorInfo(name=name, dtype=DTYPES[code], shape=shape, path=path, offset=offset, nbytes=nbytes)
+        offset += nbytes
+    if offset != os.fstat(fd).st_size:
+        raise fault(path, f"a file of {offset} bytes by its header", f"{os.fstat(fd).st_size} bytes")
+    return tensors

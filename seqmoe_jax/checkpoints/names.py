@@ -57,7 +57,7 @@ def _experts(
     matrices = {"gate": (moe.width, hidden), "up": (moe.width, hidden), "down": (hidden, moe.width)}
     fused = prefix + names.fused_gate_up + ("_blocks" if fp4 else "")
     split = names.split and fused not in available
-    for expert in range(moe.experts):
+    for expert in range(moe.num_experts):
         if split:
             yield _split(matrices, fp4, prefix, names, expert)
         else:
@@ -86,7 +86,7 @@ def _fused(
     matrices: _Matrices, moe: MoESpec, fp4: bool, prefix: str, names: ExpertNames, expert: int
 ) -> dict[str, Source]:
     """Parts of tensors that hold all experts of a layer."""
-    count, width = moe.experts, moe.width
+    count, width = moe.num_experts, moe.width
     halves = {"gate": ((0, width), 1), "up": ((width, 2 * width), 1)}
     turns = {"gate": ((0, 2 * width), 2), "up": ((1, 2 * width), 2)}
     sources = {}

@@ -15,7 +15,7 @@ from types import TracebackType
 
 import numpy as np
 
-from seqmoe_jax.checkpoints.header import TensorInfo, fault, header_length, parse_header
+from seqmoe_jax.checkpoints.header import TensorInfo, fault, read_header
 from seqmoe_jax.errors import CheckpointError
 
 SINGLE = "model.safetensors"
@@ -134,15 +134,10 @@ def _close_all(files: dict[Path, int]) -> None:
 
 def _open_file(path: Path, files: dict[Path, int]) -> dict[str, TensorInfo]:
     try:
-        fd = files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        size = os.fstat(fd).st_size
+        files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise fault(path, "a readable file", error.strerror, "check the path and its permissions") from error
-    prefix = bytearray(min(8, size))
-    read_exactly(fd, path, memoryview(prefix), 0)
-    text = bytearray(header_length(path, bytes(prefix), size))
-    read_exactly(fd, path, memoryview(text), 8)
-    return parse_header(path, bytes(text), size)
+    return read_header(path, files[path])
 
 
 def _open_shards(directory: Path, files: dict[Path, int]) -> dict[str, TensorInfo]:

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     quiet = args.json or not sys.stderr.isatty()
     engine = load_engine(args, max_batch=args.batch, progress=True if sys.stderr.isatty() or not args.json else None)
     sampling = sampling_base(args.sampling, engine.defaults).override(**numbers)
-    recording = Recording(max_new_tokens=args.max_new_tokens, sampling=sampling, end_tokens=engine.ends)
+    recording = Recording(max_new_tokens=args.max_new_tokens, sampling=sampling, end_tokens=engine.eos_token_ids)
     encoded = encode(engine, prompts, chat=args.chat)
     begun = time.perf_counter()
     with tqdm(total=len(prompts), unit="prompt", disable=quiet, leave=False) as bar:

@@ -58,7 +58,7 @@ def parse_bytes(text: str | int) -> int:
 
 def least_slots(spec: ModelSpec, batch: int) -> int:
     """The fewest slots that work: one layer of one step can need min(B * K, E) experts at once."""
-    return min(batch * spec.moe.top_k, spec.moe.experts)
+    return min(batch * spec.moe.top_k, spec.moe.num_experts)
 
 
 def dense_bytes(spec: ModelSpec, activations: np.dtype | type) -> int:
@@ -77,13 +77,13 @@ def workspace_bytes(spec: ModelSpec, batch: int, context: int) -> int:
     moe, chunk = spec.moe, chunk_length(batch)
     tokens = batch * min(PASS_CHUNKS * chunk, -(-context // chunk) * chunk)
     rows = rows_per_block(tokens)
-    blocks = -(-tokens * moe.top_k // rows) + min(moe.experts, tokens * moe.top_k)
+    blocks = -(-tokens * moe.top_k // rows) + min(moe.num_experts, tokens * moe.top_k)
     # Expert outputs and hidden activations of the experts, in float32, and a chunk's sums over them.
     grouped = blocks * rows * 4 * (spec.hidden + moe.width) + 8 * batch * chunk * spec.hidden
     mixing = max(layer.mixer.workspace_bytes(batch, chunk, kv_capacity(context)) for layer in spec.layers)
     # The streams of the pass and what their experts read; of a chunk also a copy in float32.
     streams = math.prod(spec.token_shape) * (4 * tokens + 8 * batch * chunk) + 4 * tokens * spec.hidden
-    routing = 8 * spec.num_keys // moe.experts * tokens * moe.top_k
+    routing = 8 * spec.num_keys // moe.num_experts * tokens * moe.top_k
     return max(grouped, mixing, 8 * batch * spec.vocab) + streams + routing + (64 << 20)
 
 

@@ -81,15 +81,15 @@ def heads_of(mixer: GQA) -> Heads:
     """The mixer in the kernel's terms."""
     rope = mixer.rope
     return Heads(
-        count=mixer.heads,
-        kv=mixer.kv_heads,
+        count=mixer.num_heads,
+        kv=mixer.num_kv_heads,
         dim=mixer.head_dim,
         scale=mixer.scale,
         norm=mixer.norm if mixer.qk_norm else None,
         norm_over=mixer.qk_norm or "head",
-        clip=mixer.clip,
-        turned=rope.dims,
-        turn_from=0 if rope.part == "first" else mixer.head_dim - rope.dims,
+        clip=mixer.clip_qkv,
+        turned=rope.rotary_dim,
+        turn_from=0 if rope.rotated == "first" else mixer.head_dim - rope.rotary_dim,
         turn_layout=rope.layout,
     )
 
@@ -128,8 +128,8 @@ def mix(
         qkv, state.k, state.v, at, cos, sin, heads=heads_of(mixer), q_norm=w.q_norm, k_norm=w.k_norm, sinks=w.sinks,
         interpret=kernels.interpret,
     )  # fmt: skip
-    if mixer.gate:
-        out = out * jax.nn.sigmoid(qkv[:, (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim :])
+    if mixer.output_gate:
+        out = out * jax.nn.sigmoid(qkv[:, (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim :])
     if projecting:
         flat, *_ = matvec(
             out, w.o, bias=w.o_bias, residual=flat, residual_scale=residual.scale, name="matvec_out",
@@ -158,7 +158,7 @@ def route(
         ids, shares = router(normed, tokens, w)
         if recorded is not None:
             # Depends on the model's own routing, so that the work of the router is done and timed.
-            ids = jnp.where(ids < router.experts, recorded.ids[recorded.row, recorded.layer], ids)
+            ids = jnp.where(ids < router.num_experts, recorded.ids[recorded.row, recorded.layer], ids)
             shares = jnp.broadcast_to(recorded.weights[recorded.row, recorded.layer], ids.shape)
         return normed, mixing, mask_inactive(ids, active), shares
     from pallas_kernels.matvec.gpu import matvec
@@ -173,7 +173,7 @@ def route(
         name="matvec_router", interpret=kernels.interpret,
     )  # fmt: skip
     ids, shares = router_choice(
-        logits, active, choice=choice, bias=w.bias, correction=w.correction, recorded=recorded,
+        logits, active, choice=choice, bias=w.bias, correction=w.correction_bias, recorded=recorded,
         interpret=kernels.interpret,
     )  # fmt: skip
     return normed, None, ids, shares
@@ -235,4 +235,4 @@ def _projecting(batch: int, kernels: DecodeKernels) -> bool:
 
 def _routable(router: RouterSpec) -> bool:
     by_score = router.hashed is None and router.groups is None
-    return by_score and router.experts <= MAX_EXPERTS and router.top_k <= MAX_CHOSEN
+    return by_score and router.num_experts <= MAX_EXPERTS and router.top_k <= MAX_CHOSEN

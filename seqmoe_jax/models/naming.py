@@ -22,7 +22,7 @@ LAYER = {
 
 
 # What some families call what they have in addition.
-CORRECTION = {"router.correction": "mlp.gate.e_score_correction_bias"}
+CORRECTION = {"router.correction_bias": "mlp.gate.e_score_correction_bias"}
 SHARED = {f"shared.{name}": f"mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")}
 
 

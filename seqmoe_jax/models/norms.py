@@ -1,4 +1,4 @@
-"""RMS norms. They share a formula and differ in where they round, and in what the weight is centred on."""
+"""RMS norms. They share a formula and differ in where they round, and in whether the weight is centred on zero."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class RMSNorm:
 
     rounding: "early" rounds to the activations' dtype before the weight multiplies (Llama, Qwen, DeepSeek in
         transformers); "late" after (GPT-OSS).
-    centre: 1 where the weight itself multiplies; 0 where `1 + weight` does (Qwen3-Next), always rounded late.
+    zero_centered: `1 + weight` multiplies instead of the weight itself (Qwen3-Next); then always rounded late.
     """
 
     eps: float
     rounding: Literal["early", "late"] = "early"
-    centre: Literal[0, 1] = 1
+    zero_centered: bool = False
 
     def tensor(self, size: int) -> Tensor:
-        return Tensor(shape=(size,), init="ones" if self.centre else "zeros")
+        return Tensor(shape=(size,), init="zeros" if self.zero_centered else "ones")
 
     def __call__(self, x: Float[Array, "*batch d"], weight: Float[Array, " d"]) -> Float[Array, "*batch d"]:
         x32 = x.astype(jnp.float32)
@@ -41,7 +41,7 @@ class RMSNorm:
     ) -> Float[Array, "*batch d"]:
         """The norm of `x` of which the mean square is known, in `dtype`. Kernels use it too."""
         normed = x * lax.rsqrt(mean_square + self.eps)
-        if not self.centre:
+        if self.zero_centered:
             return (normed * (1.0 + weight.astype(jnp.float32))).astype(dtype)
         if self.rounding == "late":
             return (normed * weight.astype(jnp.float32)).astype(dtype)

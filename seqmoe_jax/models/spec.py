@@ -28,8 +28,8 @@ class MoESpec:
     shared: SharedSpec | None = None
 
     @property
-    def experts(self) -> int:
-        return self.router.experts
+    def num_experts(self) -> int:
+        return self.router.num_experts
 
     @property
     def top_k(self) -> int:
@@ -102,7 +102,7 @@ class ModelSpec:
         Raises `ConfigError` for a model without experts or with experts of several shapes.
         """
         layers = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoESpec)]
-        kinds = {(mlp.experts, mlp.top_k, mlp.width, mlp.activation, mlp.bias) for mlp in layers}
+        kinds = {(mlp.num_experts, mlp.top_k, mlp.width, mlp.activation, mlp.bias) for mlp in layers}
         if len(kinds) != 1:
             raise ConfigError(
                 f"config.json: expected one kind of MoE layer, got {len(kinds)}; a dense model has nothing to offload"
@@ -117,7 +117,7 @@ class ModelSpec:
     @property
     def num_keys(self) -> int:
         """L * E: how many experts the model has."""
-        return len(self.moe_layers) * self.moe.experts
+        return len(self.moe_layers) * self.moe.num_experts
 
     @property
     def expert_layout(self) -> ExpertLayout:

@@ -90,7 +90,7 @@ def begin_prompts(
     """
     batch = lengths.shape[0]
     sequences = empty_sequences(spec=spec, batch=batch, capacity=capacity, dtype=dtype)
-    counts = ExpertCounts(jnp.zeros(3, jnp.int32), jnp.zeros((len(spec.moe_layers), spec.moe.experts), jnp.int32))
+    counts = ExpertCounts(jnp.zeros(3, jnp.int32), jnp.zeros((len(spec.moe_layers), spec.moe.num_experts), jnp.int32))
     reading = Reading(last=jnp.zeros((batch, *spec.token_shape), dtype), counts=counts, routing=None)
     state = None
     if predictor is not None:

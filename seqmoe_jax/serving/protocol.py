@@ -15,14 +15,11 @@ from typing import Any
 
 from seqmoe_jax.api import Engine
 from seqmoe_jax.errors import ConfigError, PromptError
-from seqmoe_jax.fields import Fields
 from seqmoe_jax.generation import Request
 from seqmoe_jax.sampling import SamplingConfig
 from seqmoe_jax.text.chat import check_messages
 
-MAX_TOKENS = (
-    16  # new tokens of a completion that asks for no number; a chat gets what the context leaves (both OpenAI's)
-)
+MAX_TOKENS = 16  # of a completion that gives no number; a chat gets what the context leaves (both as OpenAI has it)
 # Fields that are not supported, and the JSON of their values that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[str, ...]] = {
     "n": ("1",),
@@ -44,7 +41,7 @@ _NEUTRAL: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """What a body asks for. `usage`: a stream ends with a chunk that counts tokens."""
+    """What a body asks for. With `usage` a stream ends with a chunk that counts tokens."""
 
     chat: bool
     requests: list[Request]
@@ -55,7 +52,7 @@ class Query:
 
 
 def parse(body: Any, engine: Engine, base: SamplingConfig, *, chat: bool) -> Query:
-    """A body of `/v1/chat/completions` (`chat`) or `/v1/completions`; what it leaves open of sampling is `base`'s.
+    """Reads a body of `/v1/chat/completions` (`chat`) or `/v1/completions`; `base` gives the sampling it leaves open.
 
     Raises `ConfigError` or `PromptError`, which name the field.
     """
@@ -65,13 +62,11 @@ def parse(body: Any, engine: Engine, base: SamplingConfig, *, chat: bool) -> Que
         value = body.get(name)
         if value is not None and json.dumps(value) not in neutral:
             raise ConfigError(f"{name} is not supported, got {json.dumps(value)[:60]}; leave it out")
-    fields = Fields(body, "the request")
-    options: dict[str, Any] = dict(sampling=_sampling(fields, base), stop=_stop(body.get("stop")))
-    names = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
-    given = next((name for name in names if body.get(name) is not None), None)
-    options["max_new_tokens"] = fields.size(given) if given else None if chat else MAX_TOKENS
+    options: dict[str, Any] = dict(
+        sampling=_sampling(body, base), stop=_stop(body.get("stop")), max_new_tokens=_max_new_tokens(body, chat)
+    )
     if chat:
-        extra = dict(fields.group("chat_template_kwargs").values)
+        extra = dict(_field(body, "chat_template_kwargs", dict) or {})
         if body.get("reasoning_effort") is not None:
             extra["reasoning_effort"] = body["reasoning_effort"]
         requests = [engine.request(messages=check_messages(body.get("messages")), chat_options=extra, **options)]
@@ -82,23 +77,40 @@ def parse(body: Any, engine: Engine, base: SamplingConfig, *, chat: bool) -> Que
     return Query(
         chat=chat,
         requests=requests,
-        stream=fields.flag("stream", False),
-        usage=fields.group("stream_options").flag("include_usage", False),
+        stream=_field(body, "stream", bool) or False,
+        usage=_field(_field(body, "stream_options", dict) or {}, "include_usage", bool) or False,
         id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
         created=int(time.time()),
     )
 
 
-def _sampling(fields: Fields, base: SamplingConfig) -> SamplingConfig:
-    """The numbers that are given, over `base`; without a seed every request draws its own."""
-    names = [name for name in ("temperature", "top_p", "min_p") if fields.values.get(name) is not None]
-    given: dict[str, float | int] = {name: fields.number(name) for name in names}
-    for name, limit in (("top_k", 2**31), ("seed", 2**32)):
-        if (value := fields.values.get(name)) is not None:
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise ConfigError(f"the request: field {name!r} must be int, got {value!r}")
-            given[name] = max(0, value) % limit if name == "top_k" else value % limit  # top_k -1 is off, as elsewhere
-    return base.override(**{"seed": secrets.randbits(32), **given})
+def _field(body: Mapping[str, Any], name: str, *kinds: type) -> Any:
+    """A field of one of these JSON types; None where it is absent or null. Raises `ConfigError`."""
+    value = body.get(name)
+    # bool is an int in Python, but not in JSON.
+    if value is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise ConfigError(f"the request: field {name!r} must be {expected}, got {value!r}")
+    return value
+
+
+def _max_new_tokens(body: Mapping[str, Any], chat: bool) -> int | None:
+    for name in ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",):
+        if (value := _field(body, name, int)) is not None:
+            if value <= 0:
+                raise ConfigError(f"the request: field {name!r} must be positive, got {value}")
+            return int(value)
+    return None if chat else MAX_TOKENS
+
+
+def _sampling(body: Mapping[str, Any], base: SamplingConfig) -> SamplingConfig:
+    """`base` with the numbers that are given; without a seed every request draws its own."""
+    numbers = {name: _field(body, name, int, float) for name in ("temperature", "top_p", "min_p")}
+    given = {name: float(number) for name, number in numbers.items() if number is not None}
+    if (top_k := _field(body, "top_k", int)) is not None:
+        given["top_k"] = max(0, top_k) % 2**31  # -1 is off, as elsewhere
+    seed = _field(body, "seed", int)
+    return base.override(**given, seed=secrets.randbits(32) if seed is None else seed % 2**32)
 
 
 def _stop(value: Any) -> list[str]:

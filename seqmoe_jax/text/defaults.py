@@ -11,12 +11,13 @@ from seqmoe_jax.sampling import SamplingConfig
 from seqmoe_jax.text import harmony
 
 
-def end_tokens(directory: Path, family: str = "") -> tuple[int, ...]:
+def eos_token_ids(directory: Path, family: str = "") -> tuple[int, ...]:
     """`eos_token_id` of `generation_config.json`, else `config.json`: an id, a list, or none. Raises `ConfigError`.
 
-    GPT-OSS (`family` "gpt_oss") also ends where it returns or calls a tool: its first files list only one of these.
+    GPT-OSS (`family` "gpt_oss") ends a reply where it returns and where it calls a tool, but its first files list only
+    one of these.
     """
-    ends = harmony.ENDS if family == "gpt_oss" else ()
+    known = harmony.EOS_TOKEN_IDS if family == "gpt_oss" else ()
     for name in ("generation_config.json", "config.json"):
         if not (directory / name).is_file():
             continue
@@ -26,8 +27,8 @@ def end_tokens(directory: Path, family: str = "") -> tuple[int, ...]:
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
             raise ConfigError(f"{directory / name}: eos_token_id must be an integer or a list of them, got {value!r}")
-        return (*values, *(token for token in ends if token not in values))
-    return ends
+        return (*values, *(token for token in known if token not in values))
+    return known
 
 
 def model_sampling(directory: Path) -> SamplingConfig:

@@ -16,7 +16,7 @@ from seqmoe_jax.errors import PromptError
 from seqmoe_jax.text.stream import TextStream
 from seqmoe_jax.text.tokenizers import Tokenizer
 
-ENDS = (200002, 200012)  # <|return|>, <|call|>: they end a reply
+EOS_TOKEN_IDS = (200002, 200012)  # <|return|>, <|call|>: they end a reply
 EFFORTS = ("low", "medium", "high")
 
 

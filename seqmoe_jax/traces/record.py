@@ -131,7 +131,7 @@ def _group(
         batch = by_length[at : at + engine.max_batch]
         routing |= dict(zip(batch, engine.routing([processed[i] for i in batch]), strict=True))
     spec = engine.model.spec
-    stored = [stored_routing(*routing[i], spec.moe.experts) for i in kept]
+    stored = [stored_routing(*routing[i], spec.moe.num_experts) for i in kept]
     lens = np.array([len(processed[i]) for i in kept], np.int64)
     splits = [prompts[i].split for i in kept]
     return Trace(
@@ -140,7 +140,7 @@ def _group(
         tok=np.concatenate([np.array(processed[i], np.int32) for i in kept]),
         lens=lens,
         seq_offsets=np.concatenate([[0], np.cumsum(lens)]),
-        num_experts=spec.moe.experts,
+        num_experts=spec.moe.num_experts,
         layer_index=np.array(spec.moe_layers),
         vocab_size=spec.vocab,
         split=None if None in splits else np.array(splits),

@@ -174,55 +174,56 @@ def test_truncation_anywhere_is_an_error(tmp_path: Path):
     blob = raw_file(*two_tensors())
     for length in range(len(blob)):
         complains(write(tmp_path, blob[:length]), str(tmp_path / SINGLE), "download it again")
-    complains(write(tmp_path, blob + b"\0"), f"expected a file of {len(blob)} bytes")
+    complains(write(tmp_path, blob + b"\0"), "download it again")
 
 
 @pytest.mark.parametrize(
-    ("offsets", "words"),
+    "offsets",
     [
-        (([0, 24], [20, 28]), "overlaps"),
-        (([0, 24], [0, 8]), "overlaps"),
-        (([0, 24], [32, 40]), "hole"),
-        (([8, 32], [32, 40]), "hole"),
-        (([0, 24], [24, 33]), "to take 8 bytes"),
-        (([24, 0], [24, 32]), "to take 24 bytes"),
-        (([-24, 0], [24, 32]), "data_offsets [begin, end]"),
-        (([0, 24], [2**62, 2**62 + 8]), "hole"),
-        (([0, 24, 24], [24, 32]), "data_offsets [begin, end]"),
-        (([0, 24.0], [24, 32]), "data_offsets [begin, end]"),
+        ([0, 24], [20, 28]),
+        ([0, 24], [0, 8]),
+        ([0, 24], [32, 40]),
+        ([8, 32], [32, 40]),
+        ([0, 24], [24, 33]),
+        ([24, 0], [24, 32]),
+        ([-24, 0], [24, 32]),
+        ([0, 24], [2**62, 2**62 + 8]),
+        ([0, 24, 24], [24, 32]),
+        ([0, 24.0], [24, 32]),
     ],
 )
-def test_lying_offsets(tmp_path: Path, offsets: tuple[list[int], list[int]], words: str):
+def test_lying_offsets(tmp_path: Path, offsets: tuple[list[int], list[int]]):
     header, data = two_tensors()
     header["a"]["data_offsets"], header["b"]["data_offsets"] = offsets
-    complains(write(tmp_path, raw_file(header, data)), words)
+    complains(write(tmp_path, raw_file(header, data)), str(tmp_path / SINGLE), "download it again")
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    "content",
     [
-        (b"", "at least 8 bytes"),
-        ((2**63).to_bytes(8, "little") + b"{}", "length field of 9223372036854775808"),
-        ((100).to_bytes(8, "little") + b"{}", "a file of only 10 bytes"),
-        (raw_file(b"[]", b""), "begins with '{'"),
-        (raw_file(b'{"\xff": 1}', b""), "UTF-8 JSON"),
-        (raw_file(b'{"a": {}', b""), "UTF-8 JSON"),
-        (raw_file(b'{"a":' + b"[" * 100_000, b""), "UTF-8 JSON"),
-        (raw_file(b'{"a":' + b"9" * 5000 + b"}", b""), "UTF-8 JSON"),
-        (raw_file(b'{"\\ud800": 1}', b""), "UTF-8 JSON"),
-        (raw_file(b'{"x": {}, "x": {}}', b""), "the key 'x' twice"),
-        (raw_file({"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"1"), "'F4'; this format"),
-        (raw_file({"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 0]}}, b""), "whole numbers"),
-        (
-            raw_file({"x": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, b"1234"),
-            "whole numbers",
-        ),
-        (raw_file({"x": {"dtype": "U8", "shape": [2**62, 0, 9], "data_offsets": [0, 1]}}, b"1"), "to take 0"),
-        (raw_file({"x\ny": {"dtype": ["F32"]}}, b""), "'x\\ny'"),
+        b"",
+        (2**63).to_bytes(8, "little") + b"{}",
+        (100).to_bytes(8, "little") + b"{}",
+        raw_file(b"[]", b""),
+        raw_file(b'{"\xff": 1}', b""),
+        raw_file(b'{"a": {}', b""),
+        raw_file(b'{"a":' + b"[" * 100_000, b""),
+        raw_file(b'{"a":' + b"9" * 5000 + b"}", b""),
+        raw_file(b'{"\\ud800": 1}', b""),
+        raw_file(b'{"x": {}, "x": {}}', b""),
+        raw_file({"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 0]}}, b""),
+        raw_file({"x": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, b"1234"),
+        raw_file({"x": {"dtype": "U8", "shape": [2**62, 0, 9], "data_offsets": [0, 1]}}, b"1"),
+        raw_file({"x\ny": {"dtype": ["F32"]}}, b""),
     ],
 )
-def test_damaged_headers(tmp_path: Path, content: bytes, words: str):
-    complains(write(tmp_path, content), words)
+def test_damaged_headers(tmp_path: Path, content: bytes):
+    complains(write(tmp_path, content), str(tmp_path / SINGLE), "download it again")
+
+
+def test_a_dtype_that_numpy_cannot_hold_is_named(tmp_path: Path):
+    content = raw_file({"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"1")
+    complains(write(tmp_path, content), str(tmp_path / SINGLE), "F4")
 
 
 def test_a_file_cut_after_it_was_opened(tmp_path: Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,9 @@ import pytest
 from jaxtyping import Array
 from safetensors.numpy import save_file
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from make_random_checkpoint import make_config, write_checkpoint
-
 from pallas_kernels.fused_moe.swiglu import unpack_weight
 from pallas_kernels.layout import FP4, FP8, ExpertLayout, swiglu_layout
+from scripts.checks.random_checkpoint import make_config, write_checkpoint
 from seqmoe_jax.checkpoints.names import check_names, names_of
 from seqmoe_jax.checkpoints.read import read_part, read_source
 from seqmoe_jax.checkpoints.safetensors import Checkpoint, open_checkpoint

@@ -20,7 +20,7 @@ LIMIT = {"demo": 4_000_000}
 def test_the_demo_has_a_predictor_of_its_shape():
     spec = spec_from_config(read_config(resolve_model("demo")))
     directory = store.find_predictor(
-        "demo", layers=len(spec.moe_layers), experts=spec.moe.experts, active=spec.moe.top_k
+        "demo", layers=len(spec.moe_layers), experts=spec.moe.num_experts, active=spec.moe.top_k
     )
     assert directory is not None
     assert sum(path.stat().st_size for path in directory.iterdir()) < LIMIT["demo"]

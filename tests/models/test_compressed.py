@@ -14,23 +14,23 @@ from seqmoe_jax.models.rope import Rope
 
 HIDDEN, EPS, FLOAT32 = 32, 1e-6, np.dtype(np.float32)
 NORM = RMSNorm(eps=EPS)
-ROPE = Rope(theta=1e4, dims=8, layout="pairs", part="last")
+ROPE = Rope(theta=1e4, rotary_dim=8, layout="pairs", rotated="last")
 CAPACITY = 64
 
 
 def compressor(ratio, dim, overlap):
-    return Compressor(ratio=ratio, dim=dim, overlap=overlap, rope=ROPE, norm=NORM)
+    return Compressor(compress_ratio=ratio, head_dim=dim, overlap=overlap, rope=ROPE, norm=NORM)
 
 
 KINDS = {
     "swa": dict(),
     "csa": dict(
         compressor=compressor(4, 16, True),
-        indexer=Indexer(heads=8, best=3, compressor=compressor(4, 16, True), query_rank=24),
+        indexer=Indexer(num_heads=8, top_k=3, compressor=compressor(4, 16, True), q_lora_rank=24),
     ),
     "csa, all entries": dict(
         compressor=compressor(4, 16, True),
-        indexer=Indexer(heads=8, best=16, compressor=compressor(4, 16, True), query_rank=24),
+        indexer=Indexer(num_heads=8, top_k=16, compressor=compressor(4, 16, True), q_lora_rank=24),
     ),
     "hca": dict(compressor=compressor(8, 16, False)),
 }
@@ -38,14 +38,14 @@ KINDS = {
 
 def mixer(kind):
     return CompressedAttention(
-        heads=4,
+        num_heads=4,
         head_dim=16,
-        query_rank=24,
-        window=8,
+        q_lora_rank=24,
+        sliding_window=8,
         rope=ROPE,
         norm=NORM,
-        output_groups=2,
-        output_rank=12,
+        o_groups=2,
+        o_lora_rank=12,
         **KINDS[kind],
     )
 
@@ -55,7 +55,7 @@ def random_tensors(mixer):
     tensors = {}
     for name, tensor in mixer.tensors(HIDDEN).items():
         vector = len(tensor.shape) == 1
-        spread = 0.3 if vector else 1.0 if name.endswith("bias") else tensor.shape[-1] ** -0.5
+        spread = 0.3 if vector else 1.0 if name.endswith("ape") else tensor.shape[-1] ** -0.5
         tensors[name] = jnp.asarray(rng.standard_normal(tensor.shape) * spread + vector, jnp.float32)
     return tensors
 
@@ -75,7 +75,7 @@ def definition(mixer, tensors, x):
         return v / np.sqrt((v * v).mean(-1, keepdims=True) + EPS)
 
     def turn(v, at, sign=1):
-        angle, v = sign * at * ROPE.frequencies.astype(np.float64), v.copy()
+        angle, v = sign * at * ROPE.inv_freq.astype(np.float64), v.copy()
         a, b = v[..., -8::2].copy(), v[..., -7::2].copy()
         v[..., -8::2], v[..., -7::2] = a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)
         return v
@@ -85,14 +85,14 @@ def definition(mixer, tensors, x):
         return v / v.sum(axis, keepdims=True)
 
     def compress(spec, prefix):
-        content, gate = x @ w[prefix + "content"].T, x @ w[prefix + "gate"].T
-        m, d, entries = spec.ratio, spec.dim, []
+        kv, gate = x @ w[prefix + "kv"].T, x @ w[prefix + "gate"].T
+        m, d, entries = spec.compress_ratio, spec.head_dim, []
         for i in range(len(x) // m):
             slots = [(t, spec.series - 1) for t in range(m * i, m * i + m)]
             if spec.overlap and i:
                 slots = [(t, 0) for t in range(m * i - m, m * i)] + slots
-            c = np.stack([content[t, s * d : s * d + d] for t, s in slots])
-            g = np.stack([(gate[t] + w[prefix + "bias"][t % m])[s * d : s * d + d] for t, s in slots])
+            c = np.stack([kv[t, s * d : s * d + d] for t, s in slots])
+            g = np.stack([(gate[t] + w[prefix + "ape"][t % m])[s * d : s * d + d] for t, s in slots])
             entries.append(turn(unit((softmax(g, 0) * c).sum(0)) * w[prefix + "norm"], m * i))
         return np.array(entries).reshape(-1, d)
 
@@ -103,16 +103,16 @@ def definition(mixer, tensors, x):
     index = compress(mixer.indexer.compressor, "indexer.compressor.") if mixer.indexer else None
     out = []
     for t in range(len(x)):
-        q = turn(unit((w["q_b"] @ latent[t]).reshape(mixer.heads, -1)), t)
-        visible = np.arange((t + 1) // mixer.compressor.ratio if mixer.compressor else 0)
-        if index is not None and len(visible) > mixer.indexer.best:
-            iq = turn((w["indexer.q"] @ latent[t]).reshape(mixer.indexer.heads, -1), t)
-            scores = np.maximum(iq @ index[visible].T, 0).T @ (w["indexer.heads"] @ x[t])
-            visible = np.argsort(-scores, kind="stable")[: mixer.indexer.best]
-        keys = np.concatenate([kv[max(0, t - mixer.window + 1) : t + 1], entries[visible]])
+        q = turn(unit((w["q_b"] @ latent[t]).reshape(mixer.num_heads, -1)), t)
+        visible = np.arange((t + 1) // mixer.compressor.compress_ratio if mixer.compressor else 0)
+        if index is not None and len(visible) > mixer.indexer.top_k:
+            iq = turn((w["indexer.q_b"] @ latent[t]).reshape(mixer.indexer.num_heads, -1), t)
+            scores = np.maximum(iq @ index[visible].T, 0).T @ (w["indexer.weights_proj"] @ x[t])
+            visible = np.argsort(-scores, kind="stable")[: mixer.indexer.top_k]
+        keys = np.concatenate([kv[max(0, t - mixer.sliding_window + 1) : t + 1], entries[visible]])
         scores = np.concatenate([q @ keys.T * mixer.head_dim**-0.5, w["sinks"][:, None]], axis=1)
-        o = turn(softmax(scores, 1)[:, :-1] @ keys, t, -1).reshape(mixer.output_groups, -1)
-        a = w["o_a"].reshape(mixer.output_groups, mixer.output_rank, -1)
+        o = turn(softmax(scores, 1)[:, :-1] @ keys, t, -1).reshape(mixer.o_groups, -1)
+        a = w["o_a"].reshape(mixer.o_groups, mixer.o_lora_rank, -1)
         out.append(w["o_b"] @ np.einsum("gri,gi->gr", a, o).ravel())
     return np.array(out)
 

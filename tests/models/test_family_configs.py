@@ -50,7 +50,7 @@ def test_unsupported_variants_are_refused_in_one_line(name, changes, words):
 
 def test_gpt_oss_alternates_windows_and_keeps_its_experts_in_fp4():
     spec = spec_from_config(preset("gpt-oss-20b"))
-    assert [layer.mixer.window for layer in spec.layers[:4]] == [128, None, 128, None]
+    assert [layer.mixer.sliding_window for layer in spec.layers[:4]] == [128, None, 128, None]
     assert spec.expert_dtype == FP4
     assert spec.moe.activation.limit == 7
     bf16 = spec_from_config(preset("gpt-oss-20b", quantization_config=None))
@@ -59,17 +59,17 @@ def test_gpt_oss_alternates_windows_and_keeps_its_experts_in_fp4():
 
 def test_yarn_has_the_published_values_of_gpt_oss():
     rope = spec_from_config(preset("gpt-oss-20b")).layers[0].mixer.rope
-    assert rope.magnitude == pytest.approx(1.3465736)
-    blend = rope.yarn.blend(rope.theta, rope.dims)
+    assert rope.attention_factor == pytest.approx(1.3465736)
+    blend = rope.yarn.blend(rope.theta, rope.rotary_dim)
     low, high = 8.0928, 17.3980
     np.testing.assert_allclose(blend, np.clip((np.arange(32) - low) / (high - low), 0, 1), atol=1e-4)
     plain = rope.theta ** -(np.arange(0, 64, 2) / 64)
-    np.testing.assert_allclose(rope.frequencies[:8], plain[:8], rtol=1e-6)
-    np.testing.assert_allclose(rope.frequencies[18:], plain[18:] / 32, rtol=1e-6)
+    np.testing.assert_allclose(rope.inv_freq[:8], plain[:8], rtol=1e-6)
+    np.testing.assert_allclose(rope.inv_freq[18:], plain[18:] / 32, rtol=1e-6)
 
 
 def test_yarn_rounds_the_ends_of_its_blend_outwards():
-    blend = Yarn(factor=16.0, original_context=65536).blend(160000.0, 64)
+    blend = Yarn(factor=16.0, original_max_position_embeddings=65536).blend(160000.0, 64)
     assert [int(np.flatnonzero(blend > 0)[0]), int(np.flatnonzero(blend == 1)[0])] == [16, 25]
 
 

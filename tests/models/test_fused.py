@@ -60,8 +60,8 @@ def test_what_has_no_kernel_is_said_and_left_to_xla(model):
     spec, _ = model
     assert fused.unfit(spec, KERNELS) == []
     layer = spec.layers[0]
-    odd = replace(layer.mixer, head_dim=40, rope=replace(layer.mixer.rope, dims=40))
-    grouped = replace(layer.mlp, router=replace(layer.mlp.router, groups=Groups(count=2, best=1, score="max")))
+    odd = replace(layer.mixer, head_dim=40, rope=replace(layer.mixer.rope, rotary_dim=40))
+    grouped = replace(layer.mlp, router=replace(layer.mlp.router, groups=Groups(n_group=2, topk_group=1, score="max")))
     changed = replace(spec, layers=(replace(layer, mixer=odd, mlp=grouped),))
     assert len(fused.unfit(changed, KERNELS)) == 2
     assert fused.unfit(changed, PLAIN) == []

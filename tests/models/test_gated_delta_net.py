@@ -11,12 +11,14 @@ from seqmoe_jax.models.mixers.gated_delta_net import (
     CHUNK,
     GatedDeltaNet,
     GatedDeltaNetWeights,
-    chunked,
-    recurrent,
+    chunk_gated_delta_rule,
+    recurrent_gated_delta_rule,
 )
 from seqmoe_jax.models.norms import RMSNorm
 
-SPEC = GatedDeltaNet(key_heads=2, value_heads=4, key_dim=16, value_dim=24, kernel=4, norm=RMSNorm(eps=1e-6))
+SPEC = GatedDeltaNet(
+    num_k_heads=2, num_v_heads=4, head_k_dim=16, head_v_dim=24, conv_kernel_size=4, norm=RMSNorm(eps=1e-6)
+)
 HIDDEN = 32
 FLOAT32 = np.dtype(np.float32)
 
@@ -27,23 +29,23 @@ def random(seed, *shape, scale=1.0):
 
 @pytest.fixture(scope="module")
 def weights():
-    n, v = SPEC.value_heads, SPEC.value_heads * SPEC.value_dim
+    n, v = SPEC.num_v_heads, SPEC.num_v_heads * SPEC.head_v_dim
     fan = HIDDEN**-0.5
     return GatedDeltaNetWeights(
-        qkv=random(0, SPEC.channels, HIDDEN, scale=fan),
+        qkv=random(0, SPEC.conv_dim, HIDDEN, scale=fan),
         z=random(1, v, HIDDEN, scale=fan),
         ba=random(2, 2 * n, HIDDEN, scale=fan),
-        conv=random(3, SPEC.channels, SPEC.kernel, scale=0.5),
-        a_log=random(4, n, scale=0.5),
+        conv=random(3, SPEC.conv_dim, SPEC.conv_kernel_size, scale=0.5),
+        A_log=random(4, n, scale=0.5),
         dt_bias=random(5, n, scale=0.5),
-        norm=1 + random(6, SPEC.value_dim, scale=0.2),
+        norm=1 + random(6, SPEC.head_v_dim, scale=0.2),
         out=random(7, HIDDEN, v, scale=v**-0.5),
     )
 
 
 def heads(length):
     """q, k, v, log_decay, beta of `length` tokens of two sequences."""
-    n, k, v = SPEC.value_heads, SPEC.key_dim, SPEC.value_dim
+    n, k, v = SPEC.num_v_heads, SPEC.head_k_dim, SPEC.head_v_dim
     unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
     return (
         unit(random(11, 2, length, n, k)),
@@ -68,16 +70,16 @@ def definition(q, k, v, log_decay, beta, memory):
 @pytest.mark.parametrize("length", [16, CHUNK, 2 * CHUNK + 7])
 def test_chunks_are_the_recurrence(length):
     inputs = heads(length)
-    memory = random(16, 2, SPEC.value_heads, SPEC.key_dim, SPEC.value_dim)
-    out, after = jax.jit(chunked)(*inputs, memory)
+    memory = random(16, 2, SPEC.num_v_heads, SPEC.head_k_dim, SPEC.head_v_dim)
+    out, after = jax.jit(chunk_gated_delta_rule)(*inputs, memory)
     expected, expected_after = definition(*inputs, memory)
     np.testing.assert_allclose(out, expected, atol=2e-5)
     np.testing.assert_allclose(after, expected_after, atol=2e-5)
 
 
 def test_a_single_step_is_the_recurrence():
-    inputs, memory = heads(1), random(16, 2, SPEC.value_heads, SPEC.key_dim, SPEC.value_dim)
-    out, after = recurrent(*inputs, memory)
+    inputs, memory = heads(1), random(16, 2, SPEC.num_v_heads, SPEC.head_k_dim, SPEC.head_v_dim)
+    out, after = recurrent_gated_delta_rule(*inputs, memory)
     expected, expected_after = definition(*inputs, memory)
     np.testing.assert_allclose(out, expected, atol=1e-5)
     np.testing.assert_allclose(after, expected_after, atol=1e-5)
@@ -85,8 +87,8 @@ def test_a_single_step_is_the_recurrence():
 
 def test_strong_decay_does_not_overflow():
     q, k, v, log_decay, beta = heads(CHUNK)
-    memory = jnp.zeros((2, SPEC.value_heads, SPEC.key_dim, SPEC.value_dim))
-    out, after = jax.jit(chunked)(q, k, v, log_decay * 100, beta, memory)
+    memory = jnp.zeros((2, SPEC.num_v_heads, SPEC.head_k_dim, SPEC.head_v_dim))
+    out, after = jax.jit(chunk_gated_delta_rule)(q, k, v, log_decay * 100, beta, memory)
     assert np.isfinite(out).all()
     assert np.isfinite(after).all()
 
@@ -117,7 +119,7 @@ def test_prompts_of_different_lengths_in_chunks_equal_single_steps(mix):
         for t in range(length):
             out, single = run(mix, x[row : row + 1, t : t + 1], single, t, [length])
             np.testing.assert_allclose(out[0, 0], whole[row, t], atol=3e-5)
-        np.testing.assert_allclose(single.memory[0], state.memory[row], atol=3e-5)
+        np.testing.assert_allclose(single.recurrent[0], state.recurrent[row], atol=3e-5)
         np.testing.assert_allclose(single.conv[0], state.conv[row], atol=1e-6)
     # From here both rows go on at positions of their own.
     positions = jnp.asarray(lengths, jnp.int32)[:, None]
@@ -130,8 +132,8 @@ def test_an_invalid_token_changes_nothing(mix):
     state = SPEC.init_state(2, 0, FLOAT32)
     _, state = run(mix, random(21, 2, 16, HIDDEN), state, 0, [16, 16])
     _, after = run(mix, random(22, 2, 1, HIDDEN), state, 16, [17, 16])
-    assert not np.array_equal(after.memory[0], state.memory[0])
-    assert np.array_equal(after.memory[1], state.memory[1])
+    assert not np.array_equal(after.recurrent[0], state.recurrent[0])
+    assert np.array_equal(after.recurrent[1], state.recurrent[1])
     assert np.array_equal(after.conv[1], state.conv[1])
 
 
@@ -141,8 +143,8 @@ def test_a_step_updates_its_state_in_place(weights):
     one = jnp.zeros((1, 1), jnp.int32)
     text = step.lower(jnp.zeros((1, 1, HIDDEN)), state, one, one == 0).compile().as_text()
     assert text.splitlines()[0].count("-alias") >= 2
-    n, k, v = SPEC.value_heads, SPEC.key_dim, SPEC.value_dim
+    n, k, v = SPEC.num_v_heads, SPEC.head_k_dim, SPEC.head_v_dim
     assert f"f32[1,{n},{k},{v}]" in text
     for line in text.splitlines():
         assert not (f"= f32[1,{n},{k},{v}]" in line and " copy(" in line), line
-        assert not (f"= f32[1,{SPEC.kernel},{SPEC.channels}]" in line and " copy(" in line), line
+        assert not (f"= f32[1,{SPEC.conv_kernel_size},{SPEC.conv_dim}]" in line and " copy(" in line), line

@@ -13,18 +13,18 @@ from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.rope import Rope, Yarn
 
 HIDDEN, FLOAT32 = 32, np.dtype(np.float32)
-YARN = Yarn(factor=4.0, original_context=64)
+YARN = Yarn(factor=4.0, original_max_position_embeddings=64)
 CAPACITY = 64
 
 
-def mixer(query_rank):
+def mixer(q_lora_rank):
     return MLA(
-        heads=4,
-        nope_dim=16,
-        rope=Rope(theta=1e4, dims=8, layout="pairs", yarn=YARN),
-        value_dim=24,
-        latent_dim=32,
-        query_rank=query_rank,
+        num_heads=4,
+        qk_nope_head_dim=16,
+        rope=Rope(theta=1e4, rotary_dim=8, layout="pairs", yarn=YARN),
+        v_head_dim=24,
+        kv_lora_rank=32,
+        q_lora_rank=q_lora_rank,
         scale=0.3,
         norm=RMSNorm(eps=1e-6),
     )
@@ -45,10 +45,10 @@ def definition(mixer, tensors, x):
     w = {name: np.asarray(value, np.float64) for name, value in tensors.items()}
     x = np.asarray(x, np.float64)
     rms = lambda v, g: g * v / np.sqrt((v * v).mean(-1, keepdims=True) + 1e-6)  # noqa: E731
-    n, p = mixer.heads, mixer.nope_dim
+    n, p = mixer.num_heads, mixer.qk_nope_head_dim
 
     def turn(v):
-        angle = np.arange(len(v))[:, None, None] * mixer.rope.frequencies.astype(np.float64)
+        angle = np.arange(len(v))[:, None, None] * mixer.rope.inv_freq.astype(np.float64)
         a, b = v[..., ::2], v[..., 1::2]
         pair = [a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)]
         return np.stack(pair, -1).reshape(v.shape)
@@ -56,8 +56,8 @@ def definition(mixer, tensors, x):
     q = x @ w["q"].T if "q" in w else rms(x @ w["q_a"].T, w["q_a_norm"]) @ w["q_b"].T
     q = q.reshape(len(x), n, -1)
     kv = x @ w["kv_a"].T
-    expanded = (rms(kv[:, : mixer.latent_dim], w["kv_a_norm"]) @ w["kv_b"].T).reshape(len(x), n, -1)
-    k_rope = turn(kv[:, None, mixer.latent_dim :])
+    expanded = (rms(kv[:, : mixer.kv_lora_rank], w["kv_a_norm"]) @ w["kv_b"].T).reshape(len(x), n, -1)
+    k_rope = turn(kv[:, None, mixer.kv_lora_rank :])
     scores = np.einsum("snp,tnp->nst", q[..., :p], expanded[..., :p])
     scores += np.einsum("snr,tmr->nst", turn(q[..., p:]), k_rope)
     scores = np.where(np.tril(np.ones(scores.shape[1:], bool)), scores * mixer.scale, -np.inf)
@@ -66,9 +66,9 @@ def definition(mixer, tensors, x):
     return np.einsum("nst,tnv->snv", weights, expanded[..., p:]).reshape(len(x), -1) @ w["o"].T
 
 
-@pytest.mark.parametrize("query_rank", [None, 24])
-def test_prompt_chunks_and_steps_equal_expanded_attention(query_rank):
-    mla = mixer(query_rank)
+@pytest.mark.parametrize("q_lora_rank", [None, 24])
+def test_prompt_chunks_and_steps_equal_expanded_attention(q_lora_rank):
+    mla = mixer(q_lora_rank)
     tensors = random_tensors(mla)
     weights = mla.assemble(lambda *names: tensors[names[0]])
     apply = jax.jit(partial(mla.apply, weights=weights))

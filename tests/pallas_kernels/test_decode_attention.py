@@ -17,32 +17,32 @@ from seqmoe_jax.models.mixers.gqa import GQA, KV, GQAWeights
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.rope import Rope
 
-NORM, ROPE = RMSNorm(eps=1e-6), Rope(theta=10000.0, dims=32)
+NORM, ROPE = RMSNorm(eps=1e-6), Rope(theta=10000.0, rotary_dim=32)
 SMALL = Config(tile=16, splits=4)  # several tiles a program at few positions
 KINDS = {
     "qwen": {"qk_norm": "head"},
-    "llama": {"rope": Rope(theta=10000.0, dims=16)},
-    "olmoe": {"qk_norm": "full", "clip": 0.7},
-    "gpt-oss": {"sinks": True, "window": 24},
-    "pairs": {"rope": Rope(theta=10000.0, dims=16, layout="pairs", part="last", magnitude=1.2)},
-    "gemma": {"qk_norm": "head", "norm": RMSNorm(eps=1e-6, centre=0)},
+    "llama": {"rope": Rope(theta=10000.0, rotary_dim=16)},
+    "olmoe": {"qk_norm": "full", "clip_qkv": 0.7},
+    "gpt-oss": {"sinks": True, "sliding_window": 24},
+    "pairs": {"rope": Rope(theta=10000.0, rotary_dim=16, layout="pairs", rotated="last", attention_factor=1.2)},
+    "gemma": {"qk_norm": "head", "norm": RMSNorm(eps=1e-6, zero_centered=True)},
 }
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
 
 
 def mixer(kind, heads=6, kv_heads=2):
     how = {"norm": NORM, "rope": ROPE} | KINDS[kind]
-    return GQA(heads=heads, kv_heads=kv_heads, head_dim=32, scale=32**-0.5, **how)
+    return GQA(num_heads=heads, num_kv_heads=kv_heads, head_dim=32, scale=32**-0.5, **how)
 
 
 def arrays(spec, batch, capacity, dtype, seed=0):
     """What a projection gave, a full cache, and weights; the projection back is the identity."""
     rng = np.random.default_rng(seed)
-    n, g, d = spec.heads, spec.kv_heads, spec.head_dim
+    n, g, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
     widths = (n * d, g * d) if spec.qk_norm == "full" else (d, d)
     norms = [draw(width) for width in widths] if spec.qk_norm else [None, None]
-    held = capacity if spec.window is None else min(spec.window, capacity)
+    held = capacity if spec.sliding_window is None else min(spec.sliding_window, capacity)
     weights = GQAWeights(
         qkv=jnp.eye((n + 2 * g) * d, dtype=dtype),
         o=jnp.eye((n + 2 * g) * d, n * d, dtype=dtype), qkv_bias=None, o_bias=None,
@@ -66,7 +66,7 @@ def by_the_mixer(spec, qkv, kv, positions, weights):
     qkv, kv, weights = jax.tree.map(lambda a: a.astype(jnp.float32), (qkv, kv, weights))
     valid = jnp.ones((len(positions), 1), bool)
     out, kv = spec.apply(qkv[:, None], kv, positions[:, None], valid, weights)
-    return out[:, 0, : spec.heads * spec.head_dim], kv
+    return out[:, 0, : spec.num_heads * spec.head_dim], kv
 
 
 @pytest.mark.parametrize(("kind", "dtype"), zip(KINDS, ["bfloat16", "float32"] * 3, strict=True))
@@ -108,7 +108,7 @@ def test_what_lies_behind_the_position_is_not_looked_at():
 
 
 def test_heads_of_odd_size_are_refused():
-    spec = GQA(heads=2, kv_heads=1, head_dim=80, rope=Rope(theta=1e4, dims=80), scale=1.0, norm=NORM)
+    spec = GQA(num_heads=2, num_kv_heads=1, head_dim=80, rope=Rope(theta=1e4, rotary_dim=80), scale=1.0, norm=NORM)
     assert "heads of 80" in heads_of(spec).unfit
 
 

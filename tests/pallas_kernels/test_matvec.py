@@ -15,7 +15,11 @@ from pallas_kernels.matvec.gpu import matvec
 from seqmoe_jax.models.layers import linear
 from seqmoe_jax.models.norms import RMSNorm
 
-NORMS = {"early": RMSNorm(eps=1e-6), "late": RMSNorm(eps=1e-5, rounding="late"), "zero": RMSNorm(eps=1e-6, centre=0)}
+NORMS = {
+    "early": RMSNorm(eps=1e-6),
+    "late": RMSNorm(eps=1e-5, rounding="late"),
+    "zero": RMSNorm(eps=1e-6, zero_centered=True),
+}
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 

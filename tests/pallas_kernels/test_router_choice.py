@@ -20,8 +20,8 @@ KINDS = {
     "mixtral": {"score": "softmax", "normalize": True, "rounded": False},
     "olmoe": {"score": "softmax"},
     "gpt-oss": {"score": "chosen-softmax", "bias": True},
-    "deepseek-v4": {"score": "sqrt-softplus", "correction": True, "normalize": True},
-    "deepseek": {"score": "sigmoid", "correction": True, "normalize": True, "eps": 1e-20, "scale": 2.5},
+    "deepseek-v4": {"score": "sqrt-softplus", "correction_bias": True, "normalize": True},
+    "deepseek": {"score": "sigmoid", "correction_bias": True, "normalize": True, "eps": 1e-20, "scale": 2.5},
 }
 
 
@@ -34,12 +34,12 @@ def choice_of(spec: RouterSpec) -> Choice:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (60, 4)])
 def test_it_chooses_and_weighs_as_the_router_does(kind, experts, top_k):
-    spec = RouterSpec(experts=experts, top_k=top_k, **KINDS[kind])
+    spec = RouterSpec(num_experts=experts, top_k=top_k, **KINDS[kind])
     rng, batch = np.random.default_rng(experts), 3
     # The router's matrix is the identity, so that its logits are the input, with ties among them.
     logits = jnp.asarray(rng.integers(-8, 8, (batch, experts)) / 4, jnp.float32)
     bias = jnp.asarray(rng.normal(size=experts), jnp.float32) if spec.bias else None
-    correction = jnp.asarray(rng.normal(size=experts), jnp.float32) if spec.correction else None
+    correction = jnp.asarray(rng.normal(size=experts), jnp.float32) if spec.correction_bias else None
     weights = RouterWeights(jnp.eye(experts), bias, correction)
     expected_ids, expected = spec(logits, jnp.zeros(batch, jnp.int32), weights)
     ids, shares = router_choice(

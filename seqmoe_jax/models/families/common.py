@@ -49,28 +49,30 @@ def rope_group(config: Fields) -> Fields:
     return group if group.values else config.group("rope_scaling")
 
 
-def rope(config: Fields, head_dim: int, *, theta: float = 10000.0, part: float = 1.0) -> Rope:
+def rope(config: Fields, head_dim: int, *, theta: float = 10000.0, partial_rotary_factor: float = 1.0) -> Rope:
     """Rotary positions from `rope_parameters` of newer files, or `rope_theta` and `rope_scaling` of older ones.
 
-    `theta` and `part` (the share of a head that turns) are the family's defaults.
+    `theta` and `partial_rotary_factor` (the share of a head that is rotated) are the family's defaults.
     """
     group = rope_group(config)
     kind = group.text("rope_type", group.text("type", "default"))
     theta = group.number("rope_theta", config.number("rope_theta", theta))
-    part = group.number("partial_rotary_factor", config.number("partial_rotary_factor", part))
-    dims = int(head_dim * part)
-    if theta <= 1 or not 0 < dims <= head_dim or dims % 2:
+    share = group.number("partial_rotary_factor", config.number("partial_rotary_factor", partial_rotary_factor))
+    rotary_dim = int(head_dim * share)
+    if theta <= 1 or not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise ConfigError(
-            f"{config.where}: rope_theta {theta} must exceed 1 and partial_rotary_factor {part} give an even number "
-            f"of at most {head_dim} dimensions, got {dims}"
+            f"{config.where}: rope_theta {theta} must exceed 1 and partial_rotary_factor {share} give an even number "
+            f"of at most {head_dim} dimensions, got {rotary_dim}"
         )
     if kind == "default":
-        return Rope(theta=theta, dims=dims)
+        return Rope(theta=theta, rotary_dim=rotary_dim)
     if kind != "yarn":
         raise group.unsupported("rope_type", kind, ("default", "yarn"))
     yarn = Yarn(
         factor=group.number("factor"),
-        original_context=group.size("original_max_position_embeddings", config.size("max_position_embeddings")),
+        original_max_position_embeddings=group.size(
+            "original_max_position_embeddings", config.size("max_position_embeddings")
+        ),
         beta_fast=group.number("beta_fast", 32.0),
         beta_slow=group.number("beta_slow", 1.0),
         truncate=group.flag("truncate", True),
@@ -79,26 +81,27 @@ def rope(config: Fields, head_dim: int, *, theta: float = 10000.0, part: float =
         raise ConfigError(f"{group.where}: expected factor >= 1 and beta_fast > beta_slow > 0, got {group.values}")
     # DeepSeek gives a weight for cosines and sines, and one for the scores, by which it is divided.
     weight, score_weight = group.number("mscale", 0.0), group.number("mscale_all_dim", 0.0)
-    magnitude = yarn.mscale(weight) / yarn.mscale(score_weight) if weight and score_weight else yarn.mscale()
-    return Rope(theta=theta, dims=dims, yarn=yarn, magnitude=group.number("attention_factor", magnitude))
+    factor = yarn.mscale(weight) / yarn.mscale(score_weight) if weight and score_weight else yarn.mscale()
+    factor = group.number("attention_factor", factor)
+    return Rope(theta=theta, rotary_dim=rotary_dim, yarn=yarn, attention_factor=factor)
 
 
-def gqa(config: Fields, *, theta: float = 10000.0, part: float = 1.0, **options: Any) -> GQA:
+def gqa(config: Fields, *, theta: float = 10000.0, partial_rotary_factor: float = 1.0, **options: Any) -> GQA:
     """Grouped-query attention of the usual fields; `options` are fields of `GQA`."""
-    heads = config.size("num_attention_heads")
-    kv_heads = config.size("num_key_value_heads", heads)
-    head_dim = config.size("head_dim", max(1, config.size("hidden_size") // heads))
-    if heads % kv_heads or head_dim % 2:
+    num_heads = config.size("num_attention_heads")
+    num_kv_heads = config.size("num_key_value_heads", num_heads)
+    head_dim = config.size("head_dim", max(1, config.size("hidden_size") // num_heads))
+    if num_heads % num_kv_heads or head_dim % 2:
         raise ConfigError(
-            f"{config.where}: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads} "
+            f"{config.where}: num_attention_heads {num_heads} must be a multiple of num_key_value_heads {num_kv_heads} "
             f"and head_dim {head_dim} even"
         )
     return GQA(
         **dict(
-            heads=heads,
-            kv_heads=kv_heads,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rope=rope(config, head_dim, theta=theta, part=part),
+            rope=rope(config, head_dim, theta=theta, partial_rotary_factor=partial_rotary_factor),
             scale=head_dim**-0.5,
             norm=rms_norm(config),
         )
@@ -113,7 +116,7 @@ def router(config: Fields, *names: str, **options: Any) -> RouterSpec:
     top_k = config.size("num_experts_per_tok", aliases=("experts_per_token",))
     if top_k > experts:
         raise ConfigError(f"{config.where}: num_experts_per_tok {top_k} exceeds {names[0]} {experts}")
-    return RouterSpec(**dict(experts=experts, top_k=top_k) | options)
+    return RouterSpec(**dict(num_experts=experts, top_k=top_k) | options)
 
 
 def sparse_layers(config: Fields) -> tuple[bool, ...]:
@@ -129,8 +132,8 @@ def sigmoid_router(config: Fields, default_groups: tuple[int, int] = (1, 1)) -> 
         config,
         *("n_routed_experts", "num_local_experts", "num_experts"),
         score="sigmoid",
-        correction=True,
-        groups=Groups(count=count, best=best, score="top2") if count > 1 else None,
+        correction_bias=True,
+        groups=Groups(n_group=count, topk_group=best, score="top2") if count > 1 else None,
         normalize=config.flag("norm_topk_prob", True),
         eps=1e-20,
         scale=config.number("routed_scaling_factor", 1.0),
@@ -155,10 +158,10 @@ def layer_types(
 
 def check_groups(config: Fields, spec: RouterSpec, count: int, best: int) -> None:
     """Raises `ConfigError` where `best` of `count` groups of experts cannot be."""
-    size = spec.experts // count
-    if spec.experts % count or best > count or best * size < spec.top_k or (count > 1 and size < 2):
+    size = spec.num_experts // count
+    if spec.num_experts % count or best > count or best * size < spec.top_k or (count > 1 and size < 2):
         raise ConfigError(
-            f"{config.where}: n_group {count} must divide the {spec.experts} experts into groups of two or more, "
+            f"{config.where}: n_group {count} must divide the {spec.num_experts} experts into groups of two or more, "
             f"topk_group {best} of which hold num_experts_per_tok {spec.top_k}"
         )
 

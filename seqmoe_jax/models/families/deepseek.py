@@ -69,7 +69,7 @@ def _softmax_router(config: Fields) -> RouterSpec:
         return spec
     count, best = config.size("n_group"), config.size("topk_group")
     check_groups(config, spec, count, best)
-    return replace(spec, groups=Groups(count=count, best=best, score="max"))
+    return replace(spec, groups=Groups(n_group=count, topk_group=best, score="max"))
 
 
 def _model(config: Fields, family: str, router: RouterSpec, sparse: tuple[bool, ...]) -> ModelSpec:
@@ -91,12 +91,12 @@ def _latent_attention(config: Fields) -> MLA:
     if positions.yarn is not None:
         scale *= positions.yarn.mscale(rope_group(config).number("mscale_all_dim", 0.0)) ** 2
     return MLA(
-        heads=config.size("num_attention_heads"),
-        nope_dim=nope,
+        num_heads=config.size("num_attention_heads"),
+        qk_nope_head_dim=nope,
         rope=replace(positions, layout="pairs" if config.flag("rope_interleave", True) else "half"),
-        value_dim=config.size("v_head_dim"),
-        latent_dim=config.size("kv_lora_rank"),
-        query_rank=config.size("q_lora_rank", None),
+        v_head_dim=config.size("v_head_dim"),
+        kv_lora_rank=config.size("kv_lora_rank"),
+        q_lora_rank=config.size("q_lora_rank", None),
         scale=scale,
         norm=RMSNorm(eps=LATENT_EPS),
     )

@@ -88,26 +88,26 @@ def _attention(config: Fields, norm: RMSNorm) -> dict[str, CompressedAttention]:
     hca = rates.size(HEAVY, config.size("compress_rate_hca", 128))
 
     def compressor(ratio: int, dim: int, overlap: bool) -> Compressor:
-        return Compressor(ratio=ratio, dim=dim, overlap=overlap, rope=compressed, norm=norm)
+        return Compressor(compress_ratio=ratio, head_dim=dim, overlap=overlap, rope=compressed, norm=norm)
 
     def attention(positions: Rope, **past: Any) -> CompressedAttention:
         return CompressedAttention(
-            heads=config.size("num_attention_heads"),
+            num_heads=config.size("num_attention_heads"),
             head_dim=head_dim,
-            query_rank=rank,
-            window=config.size("sliding_window", 128),
+            q_lora_rank=rank,
+            sliding_window=config.size("sliding_window", 128),
             rope=positions,
             norm=norm,
-            output_groups=config.size("o_groups"),
-            output_rank=config.size("o_lora_rank"),
+            o_groups=config.size("o_groups"),
+            o_lora_rank=config.size("o_lora_rank"),
             **past,
         )
 
     indexer = Indexer(
-        heads=config.size("index_n_heads", 64),
-        best=config.size("index_topk", 512),
+        num_heads=config.size("index_n_heads", 64),
+        top_k=config.size("index_topk", 512),
         compressor=compressor(csa, config.size("index_head_dim", 128), True),
-        query_rank=rank,
+        q_lora_rank=rank,
     )
     return {
         SLIDING: attention(main),
@@ -129,8 +129,8 @@ def _rope(config: Fields, kind: str, head_dim: int) -> Rope:
     values = {"attention_factor": 1.0} | values
     part = config.size("qk_rope_head_dim", 64) / head_dim
     context = {"max_position_embeddings": config.size("max_position_embeddings")}
-    found = rope(Fields({"rope_parameters": values} | context, config.where), head_dim, part=part)
-    return replace(found, layout="pairs", part="last")
+    found = rope(Fields({"rope_parameters": values} | context, config.where), head_dim, partial_rotary_factor=part)
+    return replace(found, layout="pairs", rotated="last")
 
 
 def _moe(config: Fields, hashed: bool) -> MoESpec:
@@ -141,7 +141,7 @@ def _moe(config: Fields, hashed: bool) -> MoESpec:
             config,
             *("n_routed_experts", "num_local_experts"),
             score="sqrt-softplus",
-            correction=not hashed,
+            correction_bias=not hashed,
             hashed=config.size("vocab_size") if hashed else None,
             normalize=True,
             eps=1e-20,
@@ -156,9 +156,9 @@ def _moe(config: Fields, hashed: bool) -> MoESpec:
 
 def _compressor_names(ours: str, theirs: str) -> dict[str, str]:
     return {
-        f"{ours}.content": f"{theirs}.wkv.weight",
+        f"{ours}.kv": f"{theirs}.wkv.weight",
         f"{ours}.gate": f"{theirs}.wgate.weight",
-        f"{ours}.bias": f"{theirs}.ape",
+        f"{ours}.ape": f"{theirs}.ape",
         f"{ours}.norm": f"{theirs}.norm.weight",
     }
 
@@ -177,11 +177,11 @@ LAYERS = {
     "mixer.kv_norm": "attn.kv_norm.weight",
     "mixer.sinks": "attn.attn_sink",
     **_compressor_names("mixer.compressor", "attn.compressor"),
-    "mixer.indexer.q": "attn.indexer.wq_b.weight",
-    "mixer.indexer.heads": "attn.indexer.weights_proj.weight",
+    "mixer.indexer.q_b": "attn.indexer.wq_b.weight",
+    "mixer.indexer.weights_proj": "attn.indexer.weights_proj.weight",
     **_compressor_names("mixer.indexer.compressor", "attn.indexer.compressor"),
     "router.weight": "ffn.gate.weight",
-    "router.correction": "ffn.gate.bias",
+    "router.correction_bias": "ffn.gate.bias",
     "router.table": "ffn.gate.tid2eid",
     "shared.gate": "ffn.shared_experts.w1.weight",
     "shared.up": "ffn.shared_experts.w3.weight",

@@ -23,7 +23,7 @@ def glm4_moe(config: Fields) -> ModelSpec:
     norm = rms_norm(config, 1e-5)
     attention = gqa(
         config,
-        part=0.5,
+        partial_rotary_factor=0.5,
         norm=norm,
         qkv_bias=config.flag("attention_bias", False),
         qk_norm="head" if config.flag("use_qk_norm", False) else None,

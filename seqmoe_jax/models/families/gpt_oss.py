@@ -22,7 +22,7 @@ def gpt_oss(config: Fields) -> ModelSpec:
         raise ConfigError(f"{config.where}: field 'rope_scaling' (or 'rope_parameters') is missing")
     norm = rms_norm(config, 1e-5, rounding="late")
     full = gqa(config, theta=150000.0, norm=norm, qkv_bias=True, o_bias=True, sinks=True)
-    sliding = replace(full, window=config.size("sliding_window", 128))
+    sliding = replace(full, sliding_window=config.size("sliding_window", 128))
     mixers = {"full_attention": full, "sliding_attention": sliding}
     moe = MoESpec(
         router=router(config, "num_local_experts", "num_experts", score="chosen-softmax", bias=True),

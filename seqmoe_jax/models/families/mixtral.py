@@ -12,7 +12,7 @@ def mixtral(config: Fields) -> ModelSpec:
     """Plain attention; router weights are normalised and stay float32."""
     only(config, "hidden_act", "silu", "silu")
     norm = rms_norm(config, 1e-5)
-    attention = gqa(config, theta=1e6, norm=norm, window=config.size("sliding_window", None))
+    attention = gqa(config, theta=1e6, norm=norm, sliding_window=config.size("sliding_window", None))
     softmax = router(config, "num_local_experts", "num_experts", normalize=True, rounded=False)
     moe = MoESpec(router=softmax, width=config.size("intermediate_size"))
     layer = LayerSpec(norm=norm, mixer=attention, mlp=moe)

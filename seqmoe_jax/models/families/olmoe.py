@@ -14,7 +14,7 @@ def olmoe(config: Fields) -> ModelSpec:
     only(config, "attention_bias", False, False)
     norm = rms_norm(config, 1e-5)
     clip = config.number("clip_qkv", None)
-    attention = gqa(config, norm=norm, qk_norm="full", clip=clip)
+    attention = gqa(config, norm=norm, qk_norm="full", clip_qkv=clip)
     softmax = router(config, "num_experts", "num_local_experts", normalize=config.flag("norm_topk_prob", False))
     moe = MoESpec(router=softmax, width=config.size("intermediate_size"))
     layer = LayerSpec(norm=norm, mixer=attention, mlp=moe)

@@ -51,10 +51,10 @@ def qwen3_5_moe(config: Fields) -> ModelSpec:
 def _model(config: Fields, family: str, *, grouped: bool, normalize: bool, sparse: tuple[bool, ...]) -> ModelSpec:
     only(config, "hidden_act", "silu", "silu")
     only(config, "attention_bias", False, False)
-    norm = RMSNorm(eps=config.number("rms_norm_eps", 1e-6), centre=0)
+    norm = RMSNorm(eps=config.number("rms_norm_eps", 1e-6), zero_centered=True)
     mixers: dict[str, Mixer] = {
         LINEAR: _delta_net(config, grouped),
-        FULL: gqa(config, theta=1e7, part=0.25, norm=norm, qk_norm="head", gate=True),
+        FULL: gqa(config, theta=1e7, partial_rotary_factor=0.25, norm=norm, qk_norm="head", output_gate=True),
     }
     moe = MoESpec(
         router=router(config, "num_experts", "num_local_experts", normalize=normalize),
@@ -71,15 +71,15 @@ def _model(config: Fields, family: str, *, grouped: bool, normalize: bool, spars
 
 
 def _delta_net(config: Fields, grouped: bool) -> GatedDeltaNet:
-    key_heads, value_heads = config.size("linear_num_key_heads"), config.size("linear_num_value_heads")
-    if value_heads % key_heads:
-        raise config.unsupported("linear_num_value_heads", value_heads, (f"a multiple of {key_heads} key heads",))
+    num_k_heads, num_v_heads = config.size("linear_num_key_heads"), config.size("linear_num_value_heads")
+    if num_v_heads % num_k_heads:
+        raise config.unsupported("linear_num_value_heads", num_v_heads, (f"a multiple of {num_k_heads} key heads",))
     return GatedDeltaNet(
-        key_heads=key_heads,
-        value_heads=value_heads,
-        key_dim=config.size("linear_key_head_dim"),
-        value_dim=config.size("linear_value_head_dim"),
-        kernel=config.size("linear_conv_kernel_dim", 4),
+        num_k_heads=num_k_heads,
+        num_v_heads=num_v_heads,
+        head_k_dim=config.size("linear_key_head_dim"),
+        head_v_dim=config.size("linear_value_head_dim"),
+        conv_kernel_size=config.size("linear_conv_kernel_dim", 4),
         norm=rms_norm(config),
         grouped=grouped,
     )
@@ -88,7 +88,7 @@ def _delta_net(config: Fields, grouped: bool) -> GatedDeltaNet:
 DELTA_NET = {
     **{f"mixer.{name}": f"linear_attn.in_proj_{name}.weight" for name in ("qkvz", "ba", "qkv", "z", "a", "b")},
     "mixer.conv": "linear_attn.conv1d.weight",
-    "mixer.a_log": "linear_attn.A_log",
+    "mixer.A_log": "linear_attn.A_log",
     "mixer.dt_bias": "linear_attn.dt_bias",
     "mixer.norm": "linear_attn.norm.weight",
     "mixer.out": "linear_attn.out_proj.weight",

@@ -2,9 +2,10 @@
 
 One vector per position is key and value for all heads. Queries see the last W positions and, by kind of layer, nothing
 else (SWA), the entries of an overlapping compressor that an indexer chooses (CSA), or all entries of a strong
-compressor (HCA). As values carry their position too, the output is turned back by that of the query.
+compressor (HCA). As values carry their position too, the output is rotated back by that of the query.
 
-Shapes: N query heads, D a head, Q the queries' latent, W the window, E entries of the compressed past, O output groups.
+Shapes: N heads (num_heads), D = head_dim, Q = q_lora_rank, W = sliding_window, E entries of the compressed past, O =
+o_groups, R = o_lora_rank.
 """
 
 from __future__ import annotations
@@ -40,53 +41,54 @@ class CompressedWeights(NamedTuple):
 
 
 class CompressedState(NamedTuple):
-    """It cannot be rolled back. Keys are values; a window of them is a ring."""
+    """What a layer keeps of a sequence: the window's vectors as a ring, the compressed past, and the indexer's keys.
+
+    It cannot be rolled back.
+    """
 
     window: Float[Array, "B W D"]
-    past: CompressorState | None
-    search: CompressorState | None
+    compressed: CompressorState | None
+    indexer: CompressorState | None
 
 
 class _Keys(NamedTuple):
     """What a block of queries may see: the window's keys with their positions, and the entries."""
 
     window: Float[Array, "B w D"]
-    where: Int[Array, "B w"]
+    positions: Int[Array, "B w"]
     entries: Float[Array, "B E D"] | None
-    search: Float[Array, "B E J"] | None
+    index_keys: Float[Array, "B E J"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedAttention:
     """SWA without a compressor, HCA with one, CSA with an indexer too.
 
-    rope: turns the last dimensions of a head.
-    output_groups, output_rank: heads are mapped in groups to `output_rank` channels each, those to the hidden state.
+    rope: rotates the last dimensions of a head.
+    o_groups, o_lora_rank: each group of heads is mapped to `o_lora_rank` channels, all of these to the hidden state.
     """
 
-    heads: int
+    num_heads: int
     head_dim: int
-    query_rank: int
-    window: int
+    q_lora_rank: int
+    sliding_window: int
     rope: Rope
     norm: RMSNorm
-    output_groups: int
-    output_rank: int
+    o_groups: int
+    o_lora_rank: int
     compressor: Compressor | None = None
     indexer: Indexer | None = None
 
     def tensors(self, hidden: int) -> Tensors:
         tensors = {
-            "q_a": Tensor(shape=(self.query_rank, hidden)),
-            "q_norm": self.norm.tensor(self.query_rank),
-            "q_b": Tensor(shape=(self.heads * self.head_dim, self.query_rank)),
+            "q_a": Tensor(shape=(self.q_lora_rank, hidden)),
+            "q_norm": self.norm.tensor(self.q_lora_rank),
+            "q_b": Tensor(shape=(self.num_heads * self.head_dim, self.q_lora_rank)),
             "kv": Tensor(shape=(self.head_dim, hidden)),
             "kv_norm": self.norm.tensor(self.head_dim),
-            "o_a": Tensor(
-                shape=(self.output_groups * self.output_rank, self.heads * self.head_dim // self.output_groups)
-            ),
-            "o_b": Tensor(shape=(hidden, self.output_groups * self.output_rank)),
-            "sinks": Tensor(shape=(self.heads,), init="zeros", dtype=FLOAT32),
+            "o_a": Tensor(shape=(self.o_groups * self.o_lora_rank, self.num_heads * self.head_dim // self.o_groups)),
+            "o_b": Tensor(shape=(hidden, self.o_groups * self.o_lora_rank)),
+            "sinks": Tensor(shape=(self.num_heads,), init="zeros", dtype=FLOAT32),
         }
         if self.compressor is not None:
             tensors |= below("compressor", self.compressor.tensors(hidden))
@@ -102,7 +104,7 @@ class CompressedAttention:
             q_b=take("q_b"),
             kv=take("kv"),
             kv_norm=take("kv_norm"),
-            o_a=take("o_a").reshape(self.output_groups, self.output_rank, -1),
+            o_a=take("o_a").reshape(self.o_groups, self.o_lora_rank, -1),
             o_b=take("o_b"),
             sinks=take("sinks"),
             compressor=None if compressor is None else compressor.assemble(take_below("compressor", take)),
@@ -112,17 +114,17 @@ class CompressedAttention:
     def init_state(self, batch: int, capacity: int, dtype: np.dtype) -> CompressedState:
         compressor, indexer = self.compressor, self.indexer
         return CompressedState(
-            window=jnp.zeros((batch, self.window, self.head_dim), dtype),
-            past=None if compressor is None else compressor.init_state(batch, capacity, dtype),
-            search=None if indexer is None else indexer.compressor.init_state(batch, capacity, dtype),
+            window=jnp.zeros((batch, self.sliding_window, self.head_dim), dtype),
+            compressed=None if compressor is None else compressor.init_state(batch, capacity, dtype),
+            indexer=None if indexer is None else indexer.compressor.init_state(batch, capacity, dtype),
         )
 
     def workspace_bytes(self, batch: int, length: int, capacity: int) -> int:
-        entries = 0 if self.compressor is None else -(-capacity // self.compressor.ratio)
+        entries = 0 if self.compressor is None else -(-capacity // self.compressor.compress_ratio)
         block = batch * min(length, QUERY_BLOCK)
-        scores = 3 * block * self.heads * (self.window + length + entries)
-        index = 0 if self.indexer is None else 2 * block * self.indexer.heads * entries
-        return 4 * (scores + index + 3 * batch * length * self.heads * self.head_dim)
+        scores = 3 * block * self.num_heads * (self.sliding_window + length + entries)
+        index = 0 if self.indexer is None else 2 * block * self.indexer.num_heads * entries
+        return 4 * (scores + index + 3 * batch * length * self.num_heads * self.head_dim)
 
     def apply(
         self,
@@ -133,7 +135,7 @@ class CompressedAttention:
         weights: CompressedWeights,
     ) -> tuple[Float[Array, "B T H"], CompressedState]:
         latent = self.norm(linear(x, weights.q_a), weights.q_norm)
-        q = linear(latent, weights.q_b).reshape(*x.shape[:2], self.heads, self.head_dim)
+        q = linear(latent, weights.q_b).reshape(*x.shape[:2], self.num_heads, self.head_dim)
         q = self.rope(_unit(q, self.norm.eps), positions)
         kv = self.rope(self.norm(linear(x, weights.kv), weights.kv_norm)[:, :, None], positions)[:, :, 0]
         window = ring.push(state.window, kv, positions, valid)
@@ -142,25 +144,26 @@ class CompressedAttention:
         else:
             start = positions[:, :1]
             seen = jnp.concatenate([ring.ordered(state.window, start[:, 0]), kv], axis=1)
-            where = start - self.window + jnp.arange(seen.shape[1])
-        past, search, chosen = state.past, state.search, None
+            where = start - self.sliding_window + jnp.arange(seen.shape[1])
+        compressed, index, chosen = state.compressed, state.indexer, None
         if self.compressor is not None:
-            assert past is not None
+            assert compressed is not None
             assert weights.compressor is not None
-            past = self.compressor.apply(x, past, positions, valid, weights.compressor)
+            compressed = self.compressor.apply(x, compressed, positions, valid, weights.compressor)
         if self.indexer is not None:
-            assert search is not None
+            assert index is not None
             assert weights.indexer is not None
-            search = self.indexer.compressor.apply(x, search, positions, valid, weights.indexer.compressor)
-            if search.entries.shape[1] > self.indexer.best:  # else all are among the best
+            index = self.indexer.compressor.apply(x, index, positions, valid, weights.indexer.compressor)
+            if index.entries.shape[1] > self.indexer.top_k:  # else all are among the best
                 chosen = self.indexer.queries(x, latent, positions, weights.indexer)
-        keys = _Keys(seen, where, None if past is None else past.entries, None if search is None else search.entries)
+        entries = None if compressed is None else compressed.entries
+        keys = _Keys(seen, where, entries, None if index is None else index.entries)
         out = in_query_blocks(
             lambda q, at, chosen: self._attend(q, at, chosen, keys, weights.sinks), q, positions, chosen
         )
-        out = self.rope(out, positions, inverse=True).reshape(*x.shape[:2], self.output_groups, -1)
+        out = self.rope(out, positions, inverse=True).reshape(*x.shape[:2], self.o_groups, -1)
         out = einsum("btgi,gri->btgr", out, weights.o_a).astype(x.dtype)
-        return linear(out.reshape(*x.shape[:2], -1), weights.o_b), CompressedState(window, past, search)
+        return linear(out.reshape(*x.shape[:2], -1), weights.o_b), CompressedState(window, compressed, index)
 
     def _attend(
         self,
@@ -170,14 +173,14 @@ class CompressedAttention:
         keys: _Keys,
         sinks: Float32[Array, " N"],
     ) -> Float[Array, "B T N D"]:
-        where, at = keys.where[:, None], positions[..., None]
-        parts = [(keys.window, (where >= 0) & (where <= at) & (where > at - self.window))]
+        where, at = keys.positions[:, None], positions[..., None]
+        parts = [(keys.window, (where >= 0) & (where <= at) & (where > at - self.sliding_window))]
         if self.compressor is not None:
             assert keys.entries is not None
             entries, visible = keys.entries, self.compressor.visible(positions, keys.entries.shape[1])
             if self.indexer is not None and chosen is not None:
-                assert keys.search is not None
-                best = self.indexer.choose(*chosen, positions, keys.search)
+                assert keys.index_keys is not None
+                best = self.indexer.choose(*chosen, positions, keys.index_keys)
                 if q.shape[1] == 1:
                     entries = jnp.take_along_axis(entries, best[:, 0, :, None], axis=1)
                     visible = jnp.take_along_axis(visible, best, axis=-1)

@@ -5,8 +5,8 @@ Qwen3-Next and Qwen3.5/3.6. Per value head, with a memory M of keys by values:
 
     M <- exp(g) M;   d = beta (v - M^T k);   M <- M + k d^T;   o = M^T q
 
-Shapes: G key heads of size K, N value heads of size V (N is a multiple of G), W the width of the causal convolution,
-C = 2 G K + N V its channels.
+Shapes: G key heads of size K (num_k_heads, head_k_dim), N value heads of size V (num_v_heads, head_v_dim), where N is a
+multiple of G; W the causal convolution's kernel size, C = 2 G K + N V its channels (conv_dim).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from seqmoe_jax.models.layers import einsum, linear
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.tensors import FLOAT32, Take, Tensor, Tensors
 
-CHUNK = 64  # tokens of a prompt that are solved for at once
-UNIT_EPS = 1e-6  # added to the squared length of queries and keys before they are divided by their length
+CHUNK = 64  # tokens of a prompt whose deltas are solved for at once
+L2_NORM_EPS = 1e-6  # added to the squared length of queries and keys before they are divided by their length
 
 
 class GatedDeltaNetWeights(NamedTuple):
@@ -36,60 +36,61 @@ class GatedDeltaNetWeights(NamedTuple):
     z: Float[Array, "NV H"]
     ba: Float[Array, "BA H"]
     conv: Float[Array, "C W"]
-    a_log: Float32[Array, " N"]
+    A_log: Float32[Array, " N"]
     dt_bias: Float32[Array, " N"]
     norm: Float32[Array, " V"]
     out: Float[Array, "H NV"]
 
 
 class GatedDeltaNetState(NamedTuple):
-    """Independent of a sequence's length. It cannot be rolled back."""
+    """The state does not grow with the sequence. It cannot be rolled back."""
 
     conv: Float[Array, "B W C"]  # a ring of the convolution's last inputs
-    memory: Float32[Array, "B N K V"]
+    recurrent: Float32[Array, "B N K V"]  # the memory M of every value head
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaNet:
     """Value head h reads key head h // (N / G).
 
-    kernel: tokens that the causal convolution sees, the current one included.
-    norm: of the outputs by value head; its weight is centred on one, whatever the model's other norms have.
-    grouped: files hold the projections by key head, queries, keys, values and gates of each together (Qwen3-Next).
+    conv_kernel_size: how many tokens the causal convolution sees, the current one included.
+    norm: normalises the outputs of each value head; its weight multiplies as it is, even where the model's other norms
+        are zero-centred.
+    grouped: files hold the projections by key head, with its queries, keys, values and gates together (Qwen3-Next).
     """
 
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    conv_kernel_size: int
     norm: RMSNorm
     grouped: bool = False
 
     @property
-    def channels(self) -> int:
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+    def conv_dim(self) -> int:
+        return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
 
     def tensors(self, hidden: int) -> Tensors:
-        n, values = self.value_heads, self.value_heads * self.value_dim
+        n, values = self.num_v_heads, self.num_v_heads * self.head_v_dim
         if self.grouped:
-            tensors = {"qkvz": Tensor(shape=(self.channels + values, hidden)), "ba": Tensor(shape=(2 * n, hidden))}
+            tensors = {"qkvz": Tensor(shape=(self.conv_dim + values, hidden)), "ba": Tensor(shape=(2 * n, hidden))}
         else:
-            rows = {"qkv": self.channels, "z": values, "b": n, "a": n}
+            rows = {"qkv": self.conv_dim, "z": values, "b": n, "a": n}
             tensors = {name: Tensor(shape=(size, hidden)) for name, size in rows.items()}
         return tensors | {
-            "conv": Tensor(shape=(self.channels, 1, self.kernel)),
-            "a_log": Tensor(shape=(n,), init="zeros", dtype=FLOAT32),
+            "conv": Tensor(shape=(self.conv_dim, 1, self.conv_kernel_size)),
+            "A_log": Tensor(shape=(n,), init="zeros", dtype=FLOAT32),
             "dt_bias": Tensor(shape=(n,), init="zeros", dtype=FLOAT32),
-            "norm": Tensor(shape=(self.value_dim,), init="ones", dtype=FLOAT32),
+            "norm": Tensor(shape=(self.head_v_dim,), init="ones", dtype=FLOAT32),
             "out": Tensor(shape=(hidden, values)),
         }
 
     def assemble(self, take: Take) -> GatedDeltaNetWeights:
         if self.grouped:
-            k, v = self.key_dim, self.value_heads // self.key_heads * self.value_dim
-            q, key, value, z = _ungroup(take("qkvz"), self.key_heads, k, k, v, v)
-            b, a = _ungroup(take("ba"), self.key_heads, *[self.value_heads // self.key_heads] * 2)
+            k, v = self.head_k_dim, self.num_v_heads // self.num_k_heads * self.head_v_dim
+            q, key, value, z = _ungroup(take("qkvz"), self.num_k_heads, k, k, v, v)
+            b, a = _ungroup(take("ba"), self.num_k_heads, *[self.num_v_heads // self.num_k_heads] * 2)
             qkv, ba = jnp.concatenate([q, key, value]), jnp.concatenate([b, a])
         else:
             qkv, z, ba = take("qkv"), take("z"), take("b", "a")
@@ -98,7 +99,7 @@ class GatedDeltaNet:
             z=z,
             ba=ba,
             conv=take("conv")[:, 0],
-            a_log=take("a_log"),
+            A_log=take("A_log"),
             dt_bias=take("dt_bias"),
             norm=take("norm"),
             out=take("out"),
@@ -106,15 +107,15 @@ class GatedDeltaNet:
 
     def init_state(self, batch: int, capacity: int, dtype: np.dtype) -> GatedDeltaNetState:
         return GatedDeltaNetState(
-            conv=jnp.zeros((batch, self.kernel, self.channels), dtype),
-            memory=jnp.zeros((batch, self.value_heads, self.key_dim, self.value_dim), jnp.float32),
+            conv=jnp.zeros((batch, self.conv_kernel_size, self.conv_dim), dtype),
+            recurrent=jnp.zeros((batch, self.num_v_heads, self.head_k_dim, self.head_v_dim), jnp.float32),
         )
 
     def workspace_bytes(self, batch: int, length: int, capacity: int) -> int:
         # Per token in float32: channels before and after convolution, and per value head the rows that are solved
         # for with their right side, faded queries and keys, outputs, and three rows of a chunk's square matrices.
-        per_head = 4 * (self.key_dim + self.value_dim) + 3 * CHUNK
-        return 4 * batch * length * (3 * self.channels + self.value_heads * per_head)
+        per_head = 4 * (self.head_k_dim + self.head_v_dim) + 3 * CHUNK
+        return 4 * batch * length * (3 * self.conv_dim + self.num_v_heads * per_head)
 
     def apply(
         self,
@@ -125,27 +126,27 @@ class GatedDeltaNet:
         weights: GatedDeltaNetWeights,
     ) -> tuple[Float[Array, "B T H"], GatedDeltaNetState]:
         batch, length, _ = x.shape
-        g, n, dk, dv = self.key_heads, self.value_heads, self.key_dim, self.value_dim
+        g, n, dk, dv = self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
         mixed, conv = _convolve(linear(x, weights.qkv), state.conv, positions, valid, weights.conv)
         q, k, v = jnp.split(mixed.astype(jnp.float32), [g * dk, 2 * g * dk], axis=-1)
 
-        def unit(heads: Float32[Array, "B T GK"]) -> Float32[Array, "B T N K"]:
+        def l2_norm(heads: Float32[Array, "B T GK"]) -> Float32[Array, "B T N K"]:
             heads = heads.reshape(batch, length, g, dk)
-            heads = heads * lax.rsqrt((heads * heads).sum(axis=-1, keepdims=True) + UNIT_EPS)
+            heads = heads * lax.rsqrt((heads * heads).sum(axis=-1, keepdims=True) + L2_NORM_EPS)
             return jnp.repeat(heads, n // g, axis=2)
 
         b, a = jnp.split(linear(x, weights.ba), 2, axis=-1)
-        log_decay = -jnp.exp(weights.a_log) * jax.nn.softplus(a.astype(jnp.float32) + weights.dt_bias)
+        log_decay = -jnp.exp(weights.A_log) * jax.nn.softplus(a.astype(jnp.float32) + weights.dt_bias)
         beta = jax.nn.sigmoid(b).astype(jnp.float32)
         keep = valid[..., None]
-        rule = recurrent if length == 1 else chunked
+        rule = recurrent_gated_delta_rule if length == 1 else chunk_gated_delta_rule
         out, memory = rule(
-            unit(q) * dk**-0.5,
-            unit(k),
+            l2_norm(q) * dk**-0.5,
+            l2_norm(k),
             v.reshape(batch, length, n, dv),
             jnp.where(keep, log_decay, 0),
             jnp.where(keep, beta, 0),
-            state.memory,
+            state.recurrent,
         )
         z = linear(x, weights.z).reshape(batch, length, n, dv).astype(jnp.float32)
         normed = self.norm(out.astype(x.dtype), weights.norm).astype(jnp.float32)
@@ -171,7 +172,7 @@ def _convolve(
     new = ring.push(past, u, positions, valid)
     taps = kernel.T.astype(jnp.float32)
     if length == 1:
-        # Slot s holds the input of (position - s) mod W tokens ago: turn the taps, not the ring.
+        # Slot s holds the input of (position - s) mod W tokens ago. Rolling the taps is cheaper than rolling the ring.
         age = (positions - jnp.arange(width)) % width
         out = (taps[width - 1 - age] * new.astype(jnp.float32)).sum(axis=1, keepdims=True)
     else:
@@ -182,7 +183,7 @@ def _convolve(
     return jax.nn.silu(out).astype(u.dtype), new
 
 
-def recurrent(
+def recurrent_gated_delta_rule(
     q: Float32[Array, "B 1 N K"],
     k: Float32[Array, "B 1 N K"],
     v: Float32[Array, "B 1 N V"],
@@ -200,7 +201,7 @@ def recurrent(
     return out[:, None], memory
 
 
-def chunked(
+def chunk_gated_delta_rule(
     q: Float32[Array, "B T N K"],
     k: Float32[Array, "B T N K"],
     v: Float32[Array, "B T N V"],
@@ -237,7 +238,7 @@ def chunked(
     k_faded = k * jnp.exp(total[..., -1:] - total)[..., None]
     kept = jnp.exp(total[..., -1])[..., None, None]
 
-    def one(memory, chunk):
+    def one(memory: Array, chunk: tuple[Array, ...]) -> tuple[Array, Array]:
         written, read, scores, q_faded, k_faded, kept = chunk
         d = written - einsum("bnik,bnkv->bniv", read, memory)
         out = einsum("bnik,bnkv->bniv", q_faded, memory) + einsum("bnij,bnjv->bniv", scores, d)

@@ -45,18 +45,18 @@ class GQAWeights(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class GQA:
-    """Attention of `heads` queries over `kv_heads` keys and values.
+    """Attention of `num_heads` query heads over `num_kv_heads` key/value heads.
 
     scale: of the scores.
     qk_norm: queries and keys are normed by head, or over the full width of their projection.
-    clip: queries, keys and values are clipped to +-clip after that.
-    window: a position sees itself and the `window - 1` before it; None: all.
-    gate: a head's output is multiplied by the sigmoid of a gate; rows of each head in `q` are query, then gate.
+    clip_qkv: queries, keys and values are clipped to +-clip_qkv after that.
+    sliding_window: a position sees itself and the `sliding_window - 1` before it; None: all.
+    output_gate: a head's output is multiplied by the sigmoid of a gate; rows of each head in `q` are query, then gate.
     sinks: a learned score per head joins the softmax and takes its share to nowhere (arXiv 2309.17453).
     """
 
-    heads: int
-    kv_heads: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
     rope: Rope
     scale: float
@@ -64,14 +64,14 @@ class GQA:
     qk_norm: Literal["head", "full"] | None = None
     qkv_bias: bool = False
     o_bias: bool = False
-    clip: float | None = None
-    window: int | None = None
+    clip_qkv: float | None = None
+    sliding_window: int | None = None
     sinks: bool = False
-    gate: bool = False
+    output_gate: bool = False
 
     def tensors(self, hidden: int) -> Tensors:
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        rows = {"q": 2 * queries if self.gate else queries, "k": keys, "v": keys}
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        rows = {"q": 2 * queries if self.output_gate else queries, "k": keys, "v": keys}
         tensors = {name: Tensor(shape=(size, hidden)) for name, size in rows.items()}
         tensors["o"] = Tensor(shape=(hidden, queries))
         if self.qkv_bias:
@@ -83,12 +83,12 @@ class GQA:
             tensors["q_norm"] = self.norm.tensor(queries if whole else self.head_dim)
             tensors["k_norm"] = self.norm.tensor(keys if whole else self.head_dim)
         if self.sinks:
-            tensors["sinks"] = Tensor(shape=(self.heads,), init="zeros")
+            tensors["sinks"] = Tensor(shape=(self.num_heads,), init="zeros")
         return tensors
 
     def assemble(self, take: Take) -> GQAWeights:
-        if self.gate:
-            q_gate = take("q").reshape(self.heads, 2, self.head_dim, -1)
+        if self.output_gate:
+            q_gate = take("q").reshape(self.num_heads, 2, self.head_dim, -1)
             q, gate = (q_gate[:, part].reshape(-1, q_gate.shape[-1]) for part in range(2))
             qkv = jnp.concatenate([q, take("k", "v"), gate])
         else:
@@ -104,13 +104,13 @@ class GQA:
         )
 
     def init_state(self, batch: int, capacity: int, dtype: np.dtype) -> KV:
-        held = capacity if self.window is None else min(self.window, capacity)
-        shape = (batch, self.kv_heads, held, self.head_dim)
+        held = capacity if self.sliding_window is None else min(self.sliding_window, capacity)
+        shape = (batch, self.num_kv_heads, held, self.head_dim)
         return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def workspace_bytes(self, batch: int, length: int, capacity: int) -> int:
-        seen = capacity if self.window is None else min(self.window, capacity) + length
-        return 3 * 4 * self.heads * batch * min(length, QUERY_BLOCK) * seen
+        seen = capacity if self.sliding_window is None else min(self.sliding_window, capacity) + length
+        return 3 * 4 * self.num_heads * batch * min(length, QUERY_BLOCK) * seen
 
     def apply(
         self,
@@ -121,7 +121,7 @@ class GQA:
         weights: GQAWeights,
     ) -> tuple[Float[Array, "B T H"], KV]:
         q, k, v, gate = self._project(x, positions, weights)
-        if self.window is None:
+        if self.sliding_window is None:
             # What padding writes lies behind every valid position, so it is masked until a later token overwrites it.
             # Behind the barrier, or XLA writes once for the cache and once more inside what reads it, and copies it.
             state = lax.optimization_barrier(_write(state, k, v, positions))
@@ -137,19 +137,19 @@ class GQA:
             out = self._attend_in_blocks(q, seen, positions, jnp.concatenate([past, positions], 1), weights.sinks)
             state = _write_window(state, k, v, positions, valid)
         out = out.reshape(*x.shape[:2], -1)
-        return linear(out * jax.nn.sigmoid(gate) if self.gate else out, weights.o, weights.o_bias), state
+        return linear(out * jax.nn.sigmoid(gate) if self.output_gate else out, weights.o, weights.o_bias), state
 
     def _project(
         self, x: Float[Array, "B T H"], positions: Int[Array, "B T"], weights: GQAWeights
     ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T G D"], Float[Array, "B T G D"], Float[Array, "B T gates"]]:
         """Queries, keys, values, normed and with their positions; the output gates (no columns if there are none)."""
-        n, g, d = self.heads, self.kv_heads, self.head_dim
+        n, g, d = self.num_heads, self.num_kv_heads, self.head_dim
         ends = [n * d, (n + g) * d, (n + 2 * g) * d]
         q, k, v, gate = jnp.split(linear(x, weights.qkv, weights.qkv_bias), ends, axis=-1)
         if self.qk_norm == "full":
             q, k = self.norm(q, weights.q_norm), self.norm(k, weights.k_norm)
-        if self.clip is not None:
-            q, k, v = (jnp.clip(part, -self.clip, self.clip) for part in (q, k, v))
+        if self.clip_qkv is not None:
+            q, k, v = (jnp.clip(part, -self.clip_qkv, self.clip_qkv) for part in (q, k, v))
         q, k, v = (part.reshape(*x.shape[:2], -1, d) for part in (q, k, v))
         if self.qk_norm == "head":
             q, k = self.norm(q, weights.q_norm), self.norm(k, weights.k_norm)
@@ -163,7 +163,7 @@ class GQA:
         key_positions: Int[Array, "#B C"],
         sinks: Float[Array, " N"] | None,
     ) -> Float[Array, "B T G R D"]:
-        heads = (self.kv_heads, self.heads // self.kv_heads)
+        heads = (self.num_kv_heads, self.num_heads // self.num_kv_heads)
         sinks = None if sinks is None else sinks.reshape(heads)
         return in_query_blocks(
             lambda q, at: self._attend(q, kv, at, key_positions, sinks),
@@ -184,8 +184,8 @@ class GQA:
         scores = einsum("bgcd,btgrd->bgcrt", kv.k, q).transpose(0, 1, 3, 4, 2) * self.scale
         key, query = key_positions[:, None, None, None, :], positions[:, None, None, :, None]
         visible = key <= query
-        if self.window is not None:
-            visible &= (key >= 0) & (key > query - self.window)
+        if self.sliding_window is not None:
+            visible &= (key >= 0) & (key > query - self.sliding_window)
         weights = softmax(jnp.where(visible, scores, -jnp.inf), sinks).astype(q.dtype)
         return einsum("bgrtc,bgcd->btgrd", weights, kv.v).astype(q.dtype)
 

@@ -5,8 +5,8 @@ key is applied to the query, the map from latent to value to the weighted sum of
 Prefill does the same. It multiplies more than it would with expanded keys, but beside the experts' transfer that is
 little, and the expanded keys of a long past would be large.
 
-Shapes: N query heads, P dims of a head without position, R rotary dims, V of a value, L of the latent, Q of the
-queries' latent, C positions that the cache holds.
+Shapes: N heads (num_heads), P = qk_nope_head_dim, R = qk_rope_head_dim, V = v_head_dim, L = kv_lora_rank, Q =
+q_lora_rank, C positions that the cache holds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from seqmoe_jax.models.tensors import Take, Tensor, Tensors
 
 
 class LatentQuery(NamedTuple):
-    """Queries as maps of a latent of their own."""
+    """Queries as maps of a latent of their own (`q_lora_rank`)."""
 
     a: Float[Array, "Q H"]
     norm: Float[Array, " Q"]
@@ -53,60 +53,64 @@ class MLAState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MLA:
-    """query_rank: size of the queries' latent; None where queries are maps of the hidden state.
+    """q_lora_rank: size of the queries' latent; None where queries are maps of the hidden state.
 
     scale: of the scores, YaRN's squared mscale included.
     norm: of both latents.
     """
 
-    heads: int
-    nope_dim: int
+    num_heads: int
+    qk_nope_head_dim: int
     rope: Rope
-    value_dim: int
-    latent_dim: int
-    query_rank: int | None
+    v_head_dim: int
+    kv_lora_rank: int
+    q_lora_rank: int | None
     scale: float
     norm: RMSNorm
 
+    @property
+    def qk_rope_head_dim(self) -> int:
+        return self.rope.rotary_dim
+
     def tensors(self, hidden: int) -> Tensors:
-        queries = self.heads * (self.nope_dim + self.rope.dims)
-        if self.query_rank is None:
+        queries = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        if self.q_lora_rank is None:
             tensors = {"q": Tensor(shape=(queries, hidden))}
         else:
             tensors = {
-                "q_a": Tensor(shape=(self.query_rank, hidden)),
-                "q_a_norm": self.norm.tensor(self.query_rank),
-                "q_b": Tensor(shape=(queries, self.query_rank)),
+                "q_a": Tensor(shape=(self.q_lora_rank, hidden)),
+                "q_a_norm": self.norm.tensor(self.q_lora_rank),
+                "q_b": Tensor(shape=(queries, self.q_lora_rank)),
             }
         return tensors | {
-            "kv_a": Tensor(shape=(self.latent_dim + self.rope.dims, hidden)),
-            "kv_a_norm": self.norm.tensor(self.latent_dim),
-            "kv_b": Tensor(shape=(self.heads * (self.nope_dim + self.value_dim), self.latent_dim)),
-            "o": Tensor(shape=(hidden, self.heads * self.value_dim)),
+            "kv_a": Tensor(shape=(self.kv_lora_rank + self.qk_rope_head_dim, hidden)),
+            "kv_a_norm": self.norm.tensor(self.kv_lora_rank),
+            "kv_b": Tensor(shape=(self.num_heads * (self.qk_nope_head_dim + self.v_head_dim), self.kv_lora_rank)),
+            "o": Tensor(shape=(hidden, self.num_heads * self.v_head_dim)),
         }
 
     def assemble(self, take: Take) -> MLAWeights:
         q: Array | LatentQuery
-        if self.query_rank is None:
+        if self.q_lora_rank is None:
             q = take("q")
         else:
             q = LatentQuery(a=take("q_a"), norm=take("q_a_norm"), b=take("q_b"))
-        kv_b = take("kv_b").reshape(self.heads, self.nope_dim + self.value_dim, self.latent_dim)
+        kv_b = take("kv_b").reshape(self.num_heads, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
         return MLAWeights(
             q=q,
             kv_a=take("kv_a"),
             kv_norm=take("kv_a_norm"),
-            k_b=kv_b[:, : self.nope_dim],
-            v_b=kv_b[:, self.nope_dim :],
+            k_b=kv_b[:, : self.qk_nope_head_dim],
+            v_b=kv_b[:, self.qk_nope_head_dim :],
             o=take("o"),
         )
 
     def init_state(self, batch: int, capacity: int, dtype: np.dtype) -> MLAState:
-        return MLAState(jnp.zeros((batch, capacity, self.latent_dim + self.rope.dims), dtype))
+        return MLAState(jnp.zeros((batch, capacity, self.kv_lora_rank + self.qk_rope_head_dim), dtype))
 
     def workspace_bytes(self, batch: int, length: int, capacity: int) -> int:
         scores = 3 * min(length, QUERY_BLOCK) * capacity
-        return 4 * batch * self.heads * (scores + 2 * length * (self.latent_dim + self.rope.dims))
+        return 4 * batch * self.num_heads * (scores + 2 * length * (self.kv_lora_rank + self.qk_rope_head_dim))
 
     def apply(
         self,
@@ -117,7 +121,7 @@ class MLA:
         weights: MLAWeights,
     ) -> tuple[Float[Array, "B T H"], MLAState]:
         q = self._queries(x, positions, weights)
-        latent, key = jnp.split(linear(x, weights.kv_a), [self.latent_dim], axis=-1)
+        latent, key = jnp.split(linear(x, weights.kv_a), [self.kv_lora_rank], axis=-1)
         key = self.rope(key[:, :, None], positions)[:, :, 0]
         new = jnp.concatenate([self.norm(latent, weights.kv_norm), key], axis=-1)
         # What padding writes lies behind every valid position, so it is masked until a later token overwrites it.
@@ -135,9 +139,9 @@ class MLA:
             q = linear(self.norm(linear(x, weights.q.a), weights.q.norm), weights.q.b)
         else:
             q = linear(x, weights.q)
-        nope, turning = jnp.split(q.reshape(*x.shape[:2], self.heads, -1), [self.nope_dim], axis=-1)
+        nope, rotary = jnp.split(q.reshape(*x.shape[:2], self.num_heads, -1), [self.qk_nope_head_dim], axis=-1)
         absorbed = einsum("btnp,npl->btnl", nope, weights.k_b).astype(x.dtype)
-        return jnp.concatenate([absorbed, self.rope(turning, positions)], axis=-1)
+        return jnp.concatenate([absorbed, self.rope(rotary, positions)], axis=-1)
 
     def _attend(
         self, q: Float[Array, "B T N LR"], positions: Int[Array, "B T"], cache: Float[Array, "B C LR"]
@@ -147,7 +151,7 @@ class MLA:
         visible = jnp.arange(cache.shape[1]) <= positions[:, None, :, None]
         weights = softmax(jnp.where(visible, scores, -jnp.inf)).astype(q.dtype)
         # Over the rotary keys too, whose sum is dropped: a part of the cache would have to be copied first.
-        return einsum("bntc,bcd->btnd", weights, cache)[..., : self.latent_dim].astype(q.dtype)
+        return einsum("bntc,bcd->btnd", weights, cache)[..., : self.kv_lora_rank].astype(q.dtype)
 
 
 def _write(
