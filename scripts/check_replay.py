@@ -40,14 +40,14 @@ def main() -> None:
     engine = load(args.model, residency=0.9, policy="lru", max_batch=len(PROMPTS))
     prompts = [engine.request(prompt).tokens for prompt in PROMPTS]
     new: list[list[int]] = [[] for _ in prompts]
-    for event in engine.tokens.run(prompts, max_new_tokens=args.new):
+    for event in engine.token_engine.run(prompts, max_new_tokens=args.new):
         new[event.sequence].append(event.token)
     jax.effects_barrier()
-    spec = engine.tokens.model.spec
+    spec = engine.token_engine.model.spec
     layers, active = len(spec.moe_layers), spec.moe.top_k
     decoded = [heard[clock] for clock in sorted(heard)][: (args.new - 1) * layers]
     steps = np.array(decoded).reshape(args.new - 1, layers, len(prompts), active)
-    replayed = engine.tokens.routing([prompt + tokens[:-1] for prompt, tokens in zip(prompts, new, strict=True)])
+    replayed = engine.token_engine.routing([prompt + tokens[:-1] for prompt, tokens in zip(prompts, new, strict=True)])
     same = total = 0
     for row, (ids, _) in enumerate(replayed):
         again = ids[len(prompts[row]) :]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from seqmoe_jax.api import Engine, Generation, generate, load
     from seqmoe_jax.errors import CheckpointError, ConfigError, PromptError, ResidencyError, SeqMoEError
-    from seqmoe_jax.sampling import SamplingConfig
+    from seqmoe_jax.options import SamplingConfig
     from seqmoe_jax.stats import Stats
 
 _WHERE = {

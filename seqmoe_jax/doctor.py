@@ -16,6 +16,7 @@ import numpy as np
 from pallas_kernels.backend import default_implementation
 from seqmoe_jax.compilation import cache_directory, enable_compilation_cache
 from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.host_memory import host_memory_bytes
 from seqmoe_jax.presets import preset_names
 
 PROBE_BYTES = 256 << 20
@@ -39,7 +40,7 @@ def examine() -> dict[str, Any]:
         "devices": len(jax.devices()),
         "compute_capability": getattr(device, "compute_capability", None),
         "device_memory": stats.get("bytes_limit"),
-        "host_memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "host_memory": host_memory_bytes(),
         "memory_kinds": memories,
         "pinned_limit_gb": os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"),
         "host_to_device": link_bandwidth(device) if "pinned_host" in memories else None,

@@ -8,7 +8,7 @@ from typing import Literal
 
 from seqmoe_jax.decode.step import EXHAUSTED, STOPPED
 from seqmoe_jax.engine import TokenEngine, TokenEvent
-from seqmoe_jax.sampling import SamplingConfig
+from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.text import Chat, TextStream, Tokenizer
 
 FinishReason = Literal["stop", "length"]
@@ -38,7 +38,9 @@ class Piece:
 class Run:
     """One generation: iterates over pieces, one per token; afterwards has `replies`, tokens (`new`) and `reasons`."""
 
-    def __init__(self, engine: TokenEngine, tokenizer: Tokenizer, ends: Sequence[int], requests: Sequence[Request]):
+    def __init__(
+        self, engine: TokenEngine, tokenizer: Tokenizer, eos_token_ids: Sequence[int], requests: Sequence[Request]
+    ):
         self.replies = [
             TextStream(tokenizer=tokenizer, stop=request.stop, context=request.tokens)
             if request.chat is None
@@ -52,7 +54,7 @@ class Run:
             [request.tokens for request in requests],
             max_new_tokens=[request.max_new_tokens for request in requests],
             sampling=[request.sampling for request in requests],
-            end_tokens=ends,
+            end_tokens=eos_token_ids,
         )
 
     def __iter__(self) -> Iterator[Piece]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from seqmoe_jax.api import Engine
 from seqmoe_jax.engine import Model, Predictor, TokenEngine
 from seqmoe_jax.loading import random_model
-from seqmoe_jax.options import EngineOptions
+from seqmoe_jax.options import EngineKeywords, EngineOptions
 from seqmoe_jax.text import ByteTokenizer
 
 
@@ -39,10 +39,10 @@ def tiny_model(*, seed: int = 0, **changes: Any) -> Model:
     return random_model(tiny_config(**changes), seed=seed, name="tiny")
 
 
-def tiny_engine(*, seed: int = 0, **options: Any) -> Engine:
-    """An engine over `tiny_model` that reads and writes bytes. `options` are those of `TokenEngine`."""
+def tiny_engine(*, seed: int = 0, **options: Unpack[EngineKeywords]) -> Engine:
+    """An engine over `tiny_model` that reads and writes bytes. `options` are the fields of `EngineOptions`."""
     model = tiny_model(seed=seed)
-    return Engine(TokenEngine(model, EngineOptions(**options)), ByteTokenizer(vocab=model.spec.vocab), ends=())
+    return Engine(TokenEngine(model, EngineOptions(**options)), ByteTokenizer(vocab=model.spec.vocab))
 
 
 def untrained_predictor(model: Model) -> Predictor:

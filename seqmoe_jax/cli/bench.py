@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from seqmoe_jax.bench.settings import VARIANTS, settings_of
+from seqmoe_jax.cli.arguments import add_json, add_options
 from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.options import EngineOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,12 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", nargs="?", default="qwen3-moe-24x32", help="a preset of configs/ (random weights), or a checkpoint")
     add("--replay", metavar="T.npz", help="routing forced on the model; without it the model routes")
     add("--split", help="sequences of this split of the trace alone, such as test")
-    add("--predictor", default="auto", metavar="auto|DIR|none", help="for policy seqmoe; 'auto': by the trace's model")
+    add_options(parser, EngineOptions, ["predictor", "kernels", "decode_kernels"])
     add("--residency", type=float, nargs="+", default=[1.0, 0.45, 0.25])
     add("--policies", nargs="+", default=["lru", "evict", "dma"], choices=list(VARIANTS), metavar="NAME",
         help=f"what to compare: {', '.join(VARIANTS)}")  # fmt: skip
-    add("--decode-kernels", action=argparse.BooleanOptionalAction, default=True,
-        help="kernels for attention, routing and projections too (CUDA)")  # fmt: skip
     add("--batch", type=int, nargs="+", default=[1])
     add("--steps", type=int, default=512, help="decode steps of each run (default: 512)")
     add("--repeats", type=int, default=3, help="runs after the one that warms up (default: 3)")
@@ -31,10 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "repeat one token, and so one set of experts")  # fmt: skip
     add("--shares", type=int, nargs="?", const=2**31, default=0, metavar="N", help="profile one more run of every "
         "setting (N: the last N steps of it): time by class and kernel")  # fmt: skip
-    add("--kernels", choices=["xla", "gpu", "tpu"])
     add("--out", type=Path, metavar="FILE.json", help="written after every row")
     add("--plot", type=Path, metavar="FILE", help="speed against residency, and time shares: .png, .svg or .pdf")
-    add("--json", action="store_true", help="the result as JSON on standard output")
+    add_json(parser, "the result as JSON on standard output")
 
 
 def run(args: argparse.Namespace) -> int:

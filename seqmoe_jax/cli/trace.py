@@ -7,15 +7,19 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from seqmoe_jax.cli.arguments import (
+    add_load_arguments,
+    add_sampling_arguments,
+    generate_options,
+    load_engine,
+    progress_of,
+)
 from seqmoe_jax.errors import ConfigError
 
 if TYPE_CHECKING:  # at run time only where used: these compile code that no other command needs
-    from seqmoe_jax.api import Engine
-    from seqmoe_jax.sampling import SamplingConfig
     from seqmoe_jax.simulation.simulator import Result, Simulation
     from seqmoe_jax.traces.forecasts import Forecasts
     from seqmoe_jax.traces.format import Trace
@@ -26,6 +30,8 @@ _PREFETCHERS = ("none", "moe-infinity", "promoe", "seqmoe")
 
 
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
+    add_load_arguments(parser)
+    add_sampling_arguments(parser)
     add = parser.add_argument
     add("--prompts", required=True, metavar="FILE", help="one per line; or .jsonl of objects with 'prompt' and, "
         "if wanted, 'split' and 'temperature'")  # fmt: skip
@@ -37,18 +43,18 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="machine-readable output")
 
 
-def record(
-    args: argparse.Namespace, *, load: Callable[[], Engine], sampling: Callable[[Engine], SamplingConfig]
-) -> int:
+def record(args: argparse.Namespace) -> int:
     """Reads the prompts, loads the model, records; prints one line or one JSON object."""
     from tqdm import tqdm
 
     from seqmoe_jax.traces.record import Recording, read_prompts
     from seqmoe_jax.traces.record import record as record_prompts
 
-    prompts = read_prompts(args.prompts)
-    engine = load()
-    recording = Recording(max_new_tokens=args.max_new_tokens, sampling=sampling(engine), chat=args.chat)
+    options, prompts = generate_options(args), read_prompts(args.prompts)
+    engine = load_engine(args, max_batch=args.batch, progress=progress_of(args))
+    recording = Recording(
+        max_new_tokens=args.max_new_tokens, sampling=options.sampling_over(engine.defaults), chat=args.chat
+    )
     begun = time.perf_counter()
     with tqdm(total=len(prompts), unit="prompt", disable=args.json or not sys.stderr.isatty(), leave=False) as bar:
 

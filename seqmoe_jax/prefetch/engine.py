@@ -14,8 +14,8 @@ from jaxtyping import Array, Shaped
 from pallas_kernels.backend import Implementation
 from pallas_kernels.plan_tasks import PlanConfig
 from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.options import Scheduler
 from seqmoe_jax.prefetch.link import Link
-from seqmoe_jax.prefetch.tasks import Scheduler
 
 ENGINES: dict[str, str] = {
     "auto": "dma with the kernels for CUDA GPUs, else none: what measured best (docs/benchmarks.md)",
@@ -111,16 +111,8 @@ class TransferEngine(Protocol):
         ...
 
 
-def check_engine(name: str) -> str:
-    """The engine named, or `ConfigError` with the names there are."""
-    if name not in ENGINES:
-        raise ConfigError(f"unknown transfer engine {name!r}: expected one of {', '.join(ENGINES)}")
-    return name
-
-
 def resolve_engine(name: str, implementation: Implementation) -> str:
     """What "auto" means with these kernels. Raises `ConfigError` for an engine that they do not serve."""
-    check_engine(name)
     if name == "auto":
         return "dma" if implementation == "gpu" else "none"
     if name == "dma" and implementation != "gpu":

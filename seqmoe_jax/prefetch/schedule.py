@@ -13,8 +13,9 @@ from typing import no_type_check
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
+from seqmoe_jax.options import Scheduler
 from seqmoe_jax.prefetch.compiled import compiled
-from seqmoe_jax.prefetch.tasks import Scheduler, Tasks
+from seqmoe_jax.prefetch.tasks import Tasks
 
 
 @dataclass(frozen=True, kw_only=True)

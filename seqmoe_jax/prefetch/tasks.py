@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Float64, Int, Int64
-
-Scheduler = Literal["seqmoe", "moe-infinity", "promoe"]  # rules that choose the next transfer: see `schedule`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from seqmoe_jax.api import Engine
 from seqmoe_jax.errors import ConfigError, PromptError
 from seqmoe_jax.fields import Fields
 from seqmoe_jax.generation import Request
-from seqmoe_jax.sampling import SamplingConfig
+from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.text.chat import check_messages
 
 MAX_TOKENS = (

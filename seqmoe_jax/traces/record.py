@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Float32, Integer, UInt8
 
 from seqmoe_jax.errors import PromptError
-from seqmoe_jax.sampling import SamplingConfig
+from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.traces.format import Trace, join, read_trace, write_trace
 
 if TYPE_CHECKING:  # the engine is handed in: traces are below it
@@ -120,10 +120,10 @@ def record(
         engine.request(**_what_to_answer(prompt, config), index=index).tokens for index, prompt in enumerate(prompts)
     ]
     for index, tokens in enumerate(encoded):  # before hours of work, not after
-        if len(tokens) + config.max_new_tokens > engine.tokens.context:
+        if len(tokens) + config.max_new_tokens > engine.token_engine.context:
             raise PromptError(
                 f"prompt {index} has {len(tokens)} tokens and {config.max_new_tokens} new ones were asked for, but the "
-                f"context is {engine.tokens.context}; shorten it, ask for fewer, or load with a longer context"
+                f"context is {engine.token_engine.context}; shorten it, ask for fewer, or load with a longer context"
             )
     beside = out.with_name(out.name + ".parts")
     parts = beside / _digest(engine, encoded, prompts, config, model)
@@ -160,12 +160,12 @@ def _group(
 ) -> Trace | None:
     """The trace of some prompts, of which `first` is the index of the first; None where none has a decode step."""
     new: list[list[int]] = [[] for _ in prompts]
-    for batch, sampling in _batches(engine.tokens.max_batch, encoded, prompts, first, config):
-        events = engine.tokens.run(
+    for batch, sampling in _batches(engine.token_engine.max_batch, encoded, prompts, first, config):
+        events = engine.token_engine.run(
             [encoded[i] for i in batch],
             max_new_tokens=config.max_new_tokens,
             sampling=sampling,
-            end_tokens=engine.ends,
+            end_tokens=engine.eos_token_ids,
         )
         for event in events:
             new[batch[event.sequence]].append(event.token)
@@ -176,10 +176,10 @@ def _group(
         return None
     routing: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     by_length = sorted(kept, key=lambda i: len(processed[i]))
-    for at in range(0, len(by_length), engine.tokens.max_batch):
-        batch = by_length[at : at + engine.tokens.max_batch]
-        routing |= dict(zip(batch, engine.tokens.routing([processed[i] for i in batch]), strict=True))
-    spec = engine.tokens.model.spec
+    for at in range(0, len(by_length), engine.token_engine.max_batch):
+        batch = by_length[at : at + engine.token_engine.max_batch]
+        routing |= dict(zip(batch, engine.token_engine.routing([processed[i] for i in batch]), strict=True))
+    spec = engine.token_engine.model.spec
     stored = [stored_routing(*routing[i], spec.moe.experts) for i in kept]
     lens = np.array([len(processed[i]) for i in kept], np.int64)
     splits = [prompts[i].split for i in kept]
@@ -237,7 +237,7 @@ def stored_routing(
 
 def _digest(engine: Engine, encoded: list[list[int]], prompts: Sequence[Prompt], config: Recording, model: str) -> str:
     """Names a run by all that its trace depends on."""
-    tokens = engine.tokens
+    tokens = engine.token_engine
     said: dict[str, Any] = {
         "model": model,
         "spec": repr(tokens.model.spec),
@@ -246,7 +246,7 @@ def _digest(engine: Engine, encoded: list[list[int]], prompts: Sequence[Prompt],
         "dtype": str(tokens.dtype),
         "batch": tokens.max_batch,
         "prompts": [[ids, prompt.split, prompt.temperature] for ids, prompt in zip(encoded, prompts, strict=True)],
-        "ends": list(engine.ends),
+        "ends": list(engine.eos_token_ids),
         "recording": dataclasses.asdict(config),
         "group": GROUP,
     }
