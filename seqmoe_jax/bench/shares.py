@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from seqmoe_jax.engine import TokenEngine
-from seqmoe_jax.errors import SeqMoEError
+from seqmoe_jax.errors import ProfileError
 
 # The classes of Figure 9, and the named scopes of the decode step in each. The innermost scope decides.
 CLASSES: dict[str, tuple[str, ...]] = {
@@ -49,10 +49,6 @@ SCOPE_OF_KERNEL = {
     "decode_attention_combine": "mixer",
 }
 TOP = 20  # kernels listed
-
-
-class ProfileError(SeqMoEError):
-    """A profile that says nothing of the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
