@@ -246,7 +246,7 @@ def generate(
     GenerateOptions(**how)  # type: ignore[arg-type]  # a fault in them shows before a model is loaded
     what = {name: value for name, value in options.items() if name not in how}
     engine = load(model, **{"max_batch": max(1, len(each)), **what})  # type: ignore[arg-type]
-    return engine.generate(prompt, messages=messages, **how)  # type: ignore[call-overload, no-any-return]
+    return engine.generate(prompt, messages=messages, **how)  # type: ignore[call-overload]
 
 
 def _each(

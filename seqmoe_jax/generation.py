@@ -65,7 +65,7 @@ class Run:
                 if not self._open:
                     return
         finally:
-            self._events.close()  # type: ignore[attr-defined]
+            self._events.close()
 
     def drop(self, sequence: int) -> None:
         """Nobody wants this sequence any more; the run ends when that is true of all."""

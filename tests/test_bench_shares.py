@@ -2,7 +2,8 @@
 
 import pytest
 
-from seqmoe_jax.bench.shares import Launch, describe, profile_steps, scopes_of, shares_of
+from seqmoe_jax.bench.profile import profile_steps, scopes_of
+from seqmoe_jax.bench.shares import Launch, describe, shares_of
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import ProfileError
 from seqmoe_jax.options import EngineOptions

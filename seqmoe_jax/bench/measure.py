@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from pallas_kernels.backend import Implementation
+from seqmoe_jax.bench.profile import profile_steps
 from seqmoe_jax.bench.settings import Setting
-from seqmoe_jax.bench.shares import profile_steps
 from seqmoe_jax.decode.step import Replay
 from seqmoe_jax.engine import Model, Predictor, TokenEngine
 from seqmoe_jax.options import SamplingConfig
