@@ -46,7 +46,8 @@ def copy(tmp_path_factory):
         ("seqmoe_jax/serving/protocol.py", "seqmoe_jax.cli.main"),
         ("seqmoe_jax/traces/format.py", "seqmoe_jax.forecast.config"),
         ("seqmoe_jax/forecast/store.py", "seqmoe_jax.traces.format"),
-        ("seqmoe_jax/simulation/settings.py", "jax"),
+        ("seqmoe_jax/simulation/settings.py", "seqmoe_jax.forecast.store"),
+        ("seqmoe_jax/options.py", "jax"),
     ],
 )
 def test_an_import_in_the_wrong_direction_breaks_it(copy, file, imported):

@@ -61,11 +61,8 @@ def main() -> int:
     args = parser.parse_args()
     enable_compilation_cache()
     model, directory = load_model(args.model)
-    tokenizer, how = (
-        open_tokenizer(directory),
-        dict(max_new_tokens=args.max_new_tokens, end_tokens=end_tokens(directory)),
-    )
-    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    how = dict(max_new_tokens=args.max_new_tokens, end_tokens=end_tokens(directory))
+    prompts = [open_tokenizer(directory).encode(prompt) for prompt in PROMPTS]
     groups = {1: [[prompt] for prompt in prompts], BATCH: [prompts[:BATCH]]}
     reference = {
         batch: run(model, group, EngineOptions(policy="full", residency=1.0, max_batch=batch), **how)["tokens"]
