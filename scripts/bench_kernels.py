@@ -47,7 +47,7 @@ from pallas_kernels.grouped_moe import Config as GroupedConfig
 from pallas_kernels.grouped_moe import assign_blocks, grouped_moe
 from pallas_kernels.grouped_moe.config import default_config as default_grouped_config
 from pallas_kernels.layout import FP4, FP8, Activation, ExpertLayout, Field, swiglu_layout
-from seqmoe_jax.bench.shares import read_profile
+from seqmoe_jax.bench.profile import read_profile
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 # K, H, F, dtype of the experts.

@@ -30,7 +30,7 @@ from seqmoe_jax.decode.policy import decode_policy
 from seqmoe_jax.decode.state import empty_offload, empty_sequences
 from seqmoe_jax.decode.step import StepConfig, jitted_step
 from seqmoe_jax.experts.cache import CacheConfig
-from seqmoe_jax.experts.policy import check_policy, rule_of
+from seqmoe_jax.experts.policy import rule_of
 from seqmoe_jax.forecast import inference as plain
 from seqmoe_jax.forecast import store
 from seqmoe_jax.forecast.by_rows import by_rows
@@ -38,10 +38,10 @@ from seqmoe_jax.loading import random_weights
 from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.models.fused import DecodeKernels
 from seqmoe_jax.models.spec import ModelSpec
-from seqmoe_jax.options import THRESHOLD, EngineOptions
-from seqmoe_jax.prefetch.link import Link
+from seqmoe_jax.options import THRESHOLD, EngineOptions, SamplingConfig, check_policy
+from seqmoe_jax.prefetch.link import LiveLink
 from seqmoe_jax.presets import preset_path
-from seqmoe_jax.sampling import SamplingConfig, SamplingParams
+from seqmoe_jax.sampling import SamplingParams
 
 # What XLA asks of a device that is not there; sizes of an H200.
 H200 = """
@@ -142,7 +142,7 @@ def compiled_step(spec: ModelSpec, name: str, device: Any, args: argparse.Namesp
 
     if plan is not None:
         scalar = there(numbers(dtype=jnp.float32))
-        link = Link(scalar, None, *there((numbers(slots), numbers(16), numbers(plan.board_words)), pinned))
+        link = LiveLink(scalar, *there((numbers(slots), numbers(16), numbers(plan.board_words)), pinned))
     config = StepConfig(
         spec=spec, cache=cache, policy=policy, greedy=True, vocab=spec.vocab,
         kernels=DecodeKernels.of("gpu" if args.decode_kernels else "xla"),

@@ -8,35 +8,43 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from seqmoe_jax.api import Engine, Generation, generate, load
-    from seqmoe_jax.errors import CheckpointError, ConfigError, PromptError, ResidencyError, SeqMoEError
-    from seqmoe_jax.sampling import SamplingConfig
+    from seqmoe_jax.errors import (
+        CheckpointError,
+        ConfigError,
+        PredictorError,
+        ProfileError,
+        PromptError,
+        ResidencyError,
+        SeqMoEError,
+        ServerError,
+        TraceError,
+    )
+    from seqmoe_jax.options import EngineOptions, GenerateOptions, SamplingConfig
     from seqmoe_jax.stats import Stats
 
-_WHERE = {
-    "Engine": "api",
-    "Generation": "api",
-    "generate": "api",
-    "load": "api",
-    "Stats": "stats",
-    "CheckpointError": "errors",
-    "ConfigError": "errors",
-    "PromptError": "errors",
-    "ResidencyError": "errors",
-    "SeqMoEError": "errors",
-    "SamplingConfig": "sampling",
-}
+_NAMES = {
+    "api": ("Engine", "Generation", "generate", "load"),
+    "errors": (
+        "CheckpointError", "ConfigError", "PredictorError", "ProfileError", "PromptError", "ResidencyError",
+        "SeqMoEError", "ServerError", "TraceError",
+    ),
+    "options": ("EngineOptions", "GenerateOptions", "SamplingConfig"),
+    "stats": ("Stats",),
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
-    "CheckpointError", "ConfigError", "Engine", "Generation", "PromptError", "ResidencyError", "SamplingConfig",
-    "SeqMoEError", "Stats", "generate", "load",
+    "CheckpointError", "ConfigError", "Engine", "EngineOptions", "GenerateOptions", "Generation", "PredictorError",
+    "ProfileError", "PromptError", "ResidencyError", "SamplingConfig", "SeqMoEError", "ServerError", "Stats",
+    "TraceError", "generate", "load",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

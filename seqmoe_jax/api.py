@@ -6,17 +6,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Unpack, overload
 
 from seqmoe_jax.checkpoints.resolve import read_config
 from seqmoe_jax.compilation import enable_compilation_cache
 from seqmoe_jax.engine import TokenEngine
-from seqmoe_jax.errors import ConfigError, PromptError
+from seqmoe_jax.errors import PromptError
 from seqmoe_jax.generation import Request, Run
 from seqmoe_jax.loading import find_and_load_predictor, load_model, random_model
-from seqmoe_jax.options import EngineKeywords, EngineOptions
+from seqmoe_jax.options import EngineKeywords, EngineOptions, GenerateKeywords, GenerateOptions, SamplingConfig
 from seqmoe_jax.presets import preset_path
-from seqmoe_jax.sampling import SamplingConfig
 from seqmoe_jax.stats import Stats
 from seqmoe_jax.text import (
     ByteTokenizer,
@@ -47,13 +46,15 @@ class Generation:
     stats: Stats
 
 
-class GenerateOptions(TypedDict, total=False):
-    """Options of `Engine.generate`, which says what they are."""
+class LoadKeywords(EngineKeywords, total=False):
+    """Keyword arguments of `load`."""
 
-    chat_options: Mapping[str, Any] | None
-    max_new_tokens: int
-    sampling: SamplingConfig | Literal["model"] | None
-    stop: Sequence[str]
+    random_weights: bool
+    progress: bool | None
+
+
+class Keywords(LoadKeywords, GenerateKeywords, total=False):
+    """Keyword arguments of the function `generate`: those of `load` and of `Engine.generate`."""
 
 
 class Engine:
@@ -65,52 +66,46 @@ class Engine:
 
     def __init__(
         self,
-        tokens: TokenEngine,
+        token_engine: TokenEngine,
         tokenizer: Tokenizer,
-        eos_token_ids: Sequence[int],
+        eos_token_ids: Sequence[int] = (),
         *,
         chat: Chat | None = None,
         defaults: SamplingConfig | None = None,
     ):
-        self.tokens, self.tokenizer, self.eos_token_ids = tokens, tokenizer, tuple(eos_token_ids)
+        self.token_engine, self.tokenizer, self.eos_token_ids = token_engine, tokenizer, tuple(eos_token_ids)
         self.chat, self.defaults = chat, defaults or SamplingConfig()
 
     @property
     def stats(self) -> Stats:
         """Of the last generation."""
-        return self.tokens.last_stats
+        return self.token_engine.last_stats
 
     @overload
-    def generate(self, prompt: str, **options: Unpack[GenerateOptions]) -> Generation: ...
+    def generate(self, prompt: str, **options: Unpack[GenerateKeywords]) -> Generation: ...
     @overload
-    def generate(self, prompt: Sequence[str], **options: Unpack[GenerateOptions]) -> list[Generation]: ...
+    def generate(self, prompt: Sequence[str], **options: Unpack[GenerateKeywords]) -> list[Generation]: ...
     @overload
-    def generate(self, *, messages: Messages, **options: Unpack[GenerateOptions]) -> Generation: ...
+    def generate(self, *, messages: Messages, **options: Unpack[GenerateKeywords]) -> Generation: ...
     @overload
-    def generate(self, *, messages: Sequence[Messages], **options: Unpack[GenerateOptions]) -> list[Generation]: ...
+    def generate(self, *, messages: Sequence[Messages], **options: Unpack[GenerateKeywords]) -> list[Generation]: ...
     def generate(
         self,
         prompt: str | Sequence[str] | None = None,
         *,
         messages: Messages | Sequence[Messages] | None = None,
-        chat_options: Mapping[str, Any] | None = None,
-        max_new_tokens: int = 128,
-        sampling: SamplingConfig | Literal["model"] | None = None,
-        stop: Sequence[str] = (),
+        **options: Unpack[GenerateKeywords],
     ) -> Generation | list[Generation]:
         """One prompt in, one `Generation` out; a list in (up to 8, decoded together), a list out.
 
         Args:
           prompt: text to continue.
           messages: instead, a conversation to be answered, `[{"role": "user", "content": ...}]`, or a list of them.
-          chat_options: what the model's chat template takes besides, such as `{"enable_thinking": False}`.
-          max_new_tokens: of each, at most.
-          sampling: None is greedy; "model" is `self.defaults`; prompt b draws with seed + b.
-          stop: texts before which a generation ends.
+          options: the fields of `GenerateOptions`, which says what they are.
 
-        Raises `PromptError` or `ResidencyError`.
+        Raises `PromptError`, `ConfigError` or `ResidencyError`.
         """
-        requests, single = self._requests(prompt, messages, chat_options, max_new_tokens, sampling, stop)
+        requests, single = self._requests(prompt, messages, GenerateOptions(**options))
         run = self.run(requests)
         for _ in run:
             pass
@@ -122,24 +117,15 @@ class Engine:
         return results[0] if single else results
 
     def stream(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Messages | None = None,
-        chat_options: Mapping[str, Any] | None = None,
-        max_new_tokens: int = 128,
-        sampling: SamplingConfig | Literal["model"] | None = None,
-        stop: Sequence[str] = (),
+        self, prompt: str | None = None, *, messages: Messages | None = None, **options: Unpack[GenerateKeywords]
     ) -> Iterator[str]:
-        """The same text as `generate`, in pieces as they are decided."""
-        requests, _ = self._requests(prompt, messages, chat_options, max_new_tokens, sampling, stop)
-        for piece in self.run(requests):
-            if piece.text:
-                yield piece.text
+        """The same text as `generate` gives for one prompt or one conversation, in pieces as they are decided."""
+        requests, _ = self._requests(prompt, messages, GenerateOptions(**options))
+        return (piece.text for piece in self.run(requests) if piece.text)
 
     def run(self, requests: Sequence[Request]) -> Run:
         """Requests decoded together, each with its own options; iterate over it for their text as it comes."""
-        return Run(self.tokens, self.tokenizer, self.eos_token_ids, requests)
+        return Run(self.token_engine, self.tokenizer, self.eos_token_ids, requests)
 
     def request(
         self,
@@ -156,8 +142,6 @@ class Engine:
 
         Raises `PromptError`, with `index` to say which of several it was.
         """
-        if isinstance(stop, str) or not all(isinstance(item, str) and item for item in stop):
-            raise PromptError(f"stop must be a list of non-empty strings, got {stop!r}")
         if (prompt is None) == (messages is None):
             raise PromptError("give either a prompt or messages")
         chat = None
@@ -171,7 +155,7 @@ class Engine:
         else:
             tokens = encode_prompt(self.tokenizer, prompt, index)
         # At least one: a prompt that fills the context is refused where all lengths are.
-        new = max(1, self.tokens.context - len(tokens)) if max_new_tokens is None else max_new_tokens
+        new = max(1, self.token_engine.context - len(tokens)) if max_new_tokens is None else max_new_tokens
         return Request(
             tokens=tokens, max_new_tokens=new, sampling=sampling or SamplingConfig(), stop=tuple(stop), chat=chat
         )
@@ -180,30 +164,18 @@ class Engine:
         self,
         prompt: str | Sequence[str] | None,
         messages: Messages | Sequence[Messages] | None,
-        chat_options: Mapping[str, Any] | None,
-        max_new_tokens: int,
-        sampling: SamplingConfig | Literal["model"] | None,
-        stop: Sequence[str],
+        options: GenerateOptions,
     ) -> tuple[list[Request], bool]:
-        """The requests of a batch, and whether it was not given as one."""
-        if (prompt is None) == (messages is None):
-            raise PromptError("give either a prompt or messages")
-        if sampling == "model":
-            sampling = self.defaults
-        if not isinstance(sampling, SamplingConfig | None):
-            raise ConfigError(f"sampling must be a SamplingConfig, 'model' or None, got {sampling!r}")
-        name, given = ("prompt", prompt) if messages is None else ("messages", messages)
-        if not isinstance(given, Sequence):
-            raise PromptError(f"{name} must be one or a list of them, got {type(given).__name__}")
-        # A conversation is itself a list, of messages.
-        single = isinstance(given, str) or bool(name == "messages" and given and isinstance(given[0], Mapping))
-        each: list[Any] = [given] if single else list(given)
-        drawn = (sampling or SamplingConfig()).spread(len(each))
-        options: dict[str, Any] = dict(chat_options=chat_options, max_new_tokens=max_new_tokens, stop=stop)
+        """The requests of a batch, and whether a single prompt or conversation was given."""
+        each, single = _each(prompt, messages)
+        drawn = options.sampling_over(self.defaults).spread(len(each))
         requests = [
-            self.request(**{name: one}, **options, sampling=draw, index=index)
-            for index, (one, draw) in enumerate(zip(each, drawn, strict=True))
-        ]
+            self.request(
+                **one, chat_options=options.chat_options, max_new_tokens=options.max_new_tokens, sampling=sampling,
+                stop=options.stop, index=index,
+            )
+            for index, (one, sampling) in enumerate(zip(each, drawn, strict=True))
+        ]  # fmt: skip
         return requests, single
 
 
@@ -251,56 +223,44 @@ def load(
 
 
 @overload
-def generate(model: str | Path, prompt: str, **options: Any) -> Generation: ...
+def generate(model: str | Path, prompt: str, **options: Unpack[Keywords]) -> Generation: ...
 @overload
-def generate(model: str | Path, prompt: Sequence[str], **options: Any) -> list[Generation]: ...
+def generate(model: str | Path, prompt: Sequence[str], **options: Unpack[Keywords]) -> list[Generation]: ...
 @overload
-def generate(model: str | Path, *, messages: Messages, **options: Any) -> Generation: ...
+def generate(model: str | Path, *, messages: Messages, **options: Unpack[Keywords]) -> Generation: ...
 @overload
-def generate(model: str | Path, *, messages: Sequence[Messages], **options: Any) -> list[Generation]: ...
+def generate(model: str | Path, *, messages: Sequence[Messages], **options: Unpack[Keywords]) -> list[Generation]: ...
 def generate(
     model: str | Path,
     prompt: str | Sequence[str] | None = None,
     *,
     messages: Messages | Sequence[Messages] | None = None,
-    chat_options: Mapping[str, Any] | None = None,
-    max_new_tokens: int = 128,
-    stop: Sequence[str] = (),
-    sampling: Literal["greedy", "model"] = "greedy",
-    temperature: float | int | None = None,
-    top_k: int | None = None,
-    top_p: float | int | None = None,
-    min_p: float | int | None = None,
-    seed: int | None = None,
-    **options: Any,
+    **options: Unpack[Keywords],
 ) -> Generation | list[Generation]:
-    """Loads a model, generates once, and lets go of it. `options` are those of `load`, the rest those of `Engine`.
-
-    `sampling="model"` starts from what the model's `generation_config.json` asks for, "greedy" (the default) from
-    temperature 0; the numbers that are given then replace single ones.
+    """Loads a model, generates once, and lets go of it. `options` are those of `load` and of `Engine.generate`.
 
     >>> generate("demo", "def fibonacci(n):", max_new_tokens=64, residency=0.45).text  # doctest: +SKIP
     """
-    given = prompt if messages is None else messages
-    single = not isinstance(given, Sequence) or isinstance(given, str) or any(isinstance(m, Mapping) for m in given)
-    count = 1 if single else max(1, len(given))  # type: ignore[arg-type]
-    numbers = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    SamplingConfig().override(**numbers)  # a fault in them shows before a model is loaded
-    engine = load(model, max_batch=options.pop("max_batch", count), **options)
-    how: GenerateOptions = dict(
-        chat_options=chat_options,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling_base(sampling, engine.defaults).override(**numbers),
-        stop=stop,
-    )
+    each, _ = _each(prompt, messages)
+    how = {name: value for name, value in options.items() if name in GenerateKeywords.__annotations__}
+    GenerateOptions(**how)  # type: ignore[arg-type]  # a fault in them shows before a model is loaded
+    what = {name: value for name, value in options.items() if name not in how}
+    engine = load(model, **{"max_batch": max(1, len(each)), **what})  # type: ignore[arg-type]
     return engine.generate(prompt, messages=messages, **how)  # type: ignore[call-overload]
 
 
-def sampling_base(name: str, defaults: SamplingConfig) -> SamplingConfig:
-    """What single options override: "greedy", or "model", the model's own. Raises `ConfigError`."""
-    if name not in ("greedy", "model"):
-        raise ConfigError(f"sampling must be 'greedy' or 'model', got {name!r}")
-    return defaults if name == "model" else SamplingConfig()
+def _each(
+    prompt: str | Sequence[str] | None, messages: Messages | Sequence[Messages] | None
+) -> tuple[list[dict[str, Any]], bool]:
+    """Every prompt or conversation as an argument of `Engine.request`, and whether a single one was given."""
+    if (prompt is None) == (messages is None):
+        raise PromptError("give either a prompt or messages")
+    name, given = ("prompt", prompt) if messages is None else ("messages", messages)
+    if not isinstance(given, Sequence):
+        raise PromptError(f"{name} must be one or a list of them, got {type(given).__name__}")
+    # A conversation is itself a list, of messages.
+    single = isinstance(given, str) or bool(name == "messages" and given and isinstance(given[0], Mapping))
+    return [{name: one} for one in ([given] if single else given)], single
 
 
 class _LoadBar:

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -103,7 +104,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _free(path) -> int | None:
+def _free(path: Path) -> int | None:
     while not path.exists() and path != path.parent:
         path = path.parent
     try:

@@ -26,13 +26,13 @@ from seqmoe_jax.decode.state import Offload, Sequences, StepOutput, empty_offloa
 from seqmoe_jax.decode.step import StepConfig, jitted_step
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.cache import PINNED, CacheConfig, keep, rescore, settled
-from seqmoe_jax.experts.policy import check_policy, rule_of
+from seqmoe_jax.experts.policy import rule_of
 from seqmoe_jax.forecast.trained import TrainedPredictor
 from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, parse_bytes, plan_memory
 from seqmoe_jax.models.fused import DecodeKernels, unfit
 from seqmoe_jax.models.model import Model as Model
 from seqmoe_jax.models.weights import ModelWeights
-from seqmoe_jax.options import EngineOptions
+from seqmoe_jax.options import EngineOptions, SamplingConfig, check_policy
 from seqmoe_jax.prefetch.engine import TransferCounts
 from seqmoe_jax.prefetch.factory import make_transfers
 from seqmoe_jax.prefill.lengths import capacity_of
@@ -40,7 +40,7 @@ from seqmoe_jax.prefill.programs import first_token
 from seqmoe_jax.prefill.reader import PromptReader
 from seqmoe_jax.programs import Programs, shapes_of
 from seqmoe_jax.prompts import check_prompts
-from seqmoe_jax.sampling import SamplingConfig, SamplingParams
+from seqmoe_jax.sampling import SamplingParams
 from seqmoe_jax.stats import Counts, Stats
 
 log = logging.getLogger("seqmoe_jax")

@@ -34,3 +34,7 @@ class PredictorError(SeqMoEError):
 
 class ServerError(SeqMoEError):
     """The server cannot take a request now: it is full or shutting down."""
+
+
+class ProfileError(SeqMoEError):
+    """A profile says nothing of the device, because its backend makes none."""

@@ -9,7 +9,7 @@ from typing import Literal
 from seqmoe_jax.decode.loop import TokenEvent
 from seqmoe_jax.decode.state import EXHAUSTED, STOPPED
 from seqmoe_jax.engine import TokenEngine
-from seqmoe_jax.sampling import SamplingConfig
+from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.text import Chat, TextStream, Tokenizer
 
 FinishReason = Literal["stop", "length"]
@@ -66,7 +66,7 @@ class Run:
                 if not self._open:
                     return
         finally:
-            self._events.close()  # type: ignore[attr-defined]
+            self._events.close()
 
     def drop(self, sequence: int) -> None:
         """Nobody wants this sequence any more; the run ends when that is true of all."""

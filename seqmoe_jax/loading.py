@@ -17,12 +17,12 @@ from seqmoe_jax.checkpoints.names import check_names, names_of
 from seqmoe_jax.checkpoints.read import iter_dense
 from seqmoe_jax.checkpoints.resolve import read_config, resolve_model
 from seqmoe_jax.checkpoints.safetensors import open_checkpoint
-from seqmoe_jax.engine import Model
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.host_pool import load_host_pool, random_host_pool
 from seqmoe_jax.forecast.trained import TrainedPredictor
 from seqmoe_jax.host_memory import Progress
 from seqmoe_jax.models.families import spec_from_config
+from seqmoe_jax.models.model import Model
 from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.models.weights import ModelWeights
 

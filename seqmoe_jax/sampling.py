@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -11,45 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, UInt32
 
 from seqmoe_jax.errors import ConfigError
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingConfig:
-    """How tokens are drawn. `temperature=0` is greedy and ignores the rest.
-
-    Filters apply in the order temperature, top-k (0 = off), top-p (1 = off), min-p (0 = off). The draw of a sequence
-    depends on its `seed` and position alone, so it is the same at every residency, policy and place in a batch.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        checks = {
-            "temperature": (self.temperature, self.temperature >= 0, "0 (greedy) or positive"),
-            "top_k": (self.top_k, self.top_k >= 0, "0 (off) or positive"),
-            "top_p": (self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
-            "min_p": (self.min_p, 0 <= self.min_p < 1, "in [0, 1)"),
-            "seed": (self.seed, 0 <= self.seed < 2**32, "in [0, 2^32)"),
-        }
-        for name, (value, valid, expected) in checks.items():
-            if not valid:
-                raise ConfigError(f"{name} must be {expected}, got {value}")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    def override(self, **given: float | int | None) -> SamplingConfig:
-        """The same with the options that are given, those that are not None. Raises `ConfigError`."""
-        return replace(self, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-
-    def spread(self, count: int) -> list[SamplingConfig]:
-        """For `count` sequences of one batch, which are to differ: sequence b draws with seed + b."""
-        return [replace(self, seed=(self.seed + b) % 2**32) for b in range(count)]
+from seqmoe_jax.options import SamplingConfig
 
 
 class SamplingParams(NamedTuple):

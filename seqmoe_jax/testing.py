@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 from seqmoe_jax.api import Engine
 from seqmoe_jax.engine import Model, TokenEngine
 from seqmoe_jax.forecast.trained import TrainedPredictor
 from seqmoe_jax.loading import random_model
-from seqmoe_jax.options import EngineOptions
+from seqmoe_jax.options import EngineKeywords, EngineOptions
 from seqmoe_jax.text import ByteTokenizer
 
 
@@ -40,10 +40,10 @@ def tiny_model(*, seed: int = 0, **changes: Any) -> Model:
     return random_model(tiny_config(**changes), seed=seed, name="tiny")
 
 
-def tiny_engine(*, seed: int = 0, **options: Any) -> Engine:
-    """An engine over `tiny_model` that reads and writes bytes. `options` are those of `TokenEngine`."""
+def tiny_engine(*, seed: int = 0, **options: Unpack[EngineKeywords]) -> Engine:
+    """An engine over `tiny_model` that reads and writes bytes. `options` are the fields of `EngineOptions`."""
     model = tiny_model(seed=seed)
-    return Engine(TokenEngine(model, EngineOptions(**options)), ByteTokenizer(vocab=model.spec.vocab), eos_token_ids=())
+    return Engine(TokenEngine(model, EngineOptions(**options)), ByteTokenizer(vocab=model.spec.vocab))
 
 
 def untrained_predictor(model: Model) -> TrainedPredictor:

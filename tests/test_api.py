@@ -4,9 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from seqmoe_jax.api import sampling_base
 from seqmoe_jax.errors import ConfigError, PromptError
-from seqmoe_jax.sampling import SamplingConfig
 from seqmoe_jax.testing import tiny_engine
 from seqmoe_jax.text.chat import Chat
 
@@ -48,7 +46,7 @@ def test_requests_of_one_batch_have_their_own_lengths(engine):
     assert last == dict(enumerate(run.reasons))
     assert len(run.new[0]) == 3
     assert run.new[0] == engine.generate("abc", max_new_tokens=3).tokens
-    assert engine.request("abc").max_new_tokens == engine.tokens.context - 3
+    assert engine.request("abc").max_new_tokens == engine.token_engine.context - 3
 
 
 def test_a_run_ends_when_nobody_wants_it(engine):
@@ -69,8 +67,8 @@ def test_what_cannot_be_a_prompt_is_refused(engine):
         engine.generate("a", stop="abc")
     with pytest.raises(PromptError, match="no option 'colour'"):
         engine.generate(messages=HELLO, chat_options={"colour": "red"})
-    with pytest.raises(ConfigError, match="'greedy' or 'model'"):
-        sampling_base("best", SamplingConfig())
+    with pytest.raises(ConfigError, match="'greedy', 'model'"):
+        engine.generate("a", sampling="best")
     engine.chat = None
     with pytest.raises(PromptError, match="no chat template"):
         engine.generate(messages=HELLO)

@@ -2,8 +2,10 @@
 
 import pytest
 
-from seqmoe_jax.bench.shares import Launch, ProfileError, describe, profile_steps, scopes_of, shares_of
+from seqmoe_jax.bench.profile import profile_steps, scopes_of
+from seqmoe_jax.bench.shares import Launch, describe, shares_of
 from seqmoe_jax.engine import TokenEngine
+from seqmoe_jax.errors import ProfileError
 from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.testing import tiny_model
 

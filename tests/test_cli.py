@@ -2,11 +2,14 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
+from scripts.make_random_checkpoint import make_config, write_checkpoint
 
-from scripts.checks.random_checkpoint import make_config, write_checkpoint
-from seqmoe_jax.cli.main import main
+from seqmoe_jax import __version__
+from seqmoe_jax.cli.main import COMMANDS, main
 from seqmoe_jax.compilation import VARIABLE
 
 
@@ -28,6 +31,37 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def test_without_a_command_it_prints_help_that_names_every_command(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(f"    {command.name}" in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("module", ["seqmoe_jax", "seqmoe_jax.cli"])
+def test_it_runs_as_a_module_and_says_its_version(module):
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"seqmoe {__version__}\n"
+
+
+def test_saying_what_there_is_loads_neither_jax_nor_the_compiler():
+    code = """if True:
+        import sys
+        from seqmoe_jax.cli.main import COMMANDS, build_parser
+        for command in COMMANDS:
+            build_parser(command.name)
+        sys.exit(bool({"jax", "numba"} & set(sys.modules)))
+    """
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command.name, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: seqmoe {command.name}" in capsys.readouterr().out
 
 
 def run(capsys, *arguments):

@@ -27,14 +27,15 @@ from seqmoe_jax.decode.state import empty_offload, empty_sequences
 from seqmoe_jax.decode.step import StepConfig, jitted_step
 from pallas_kernels.plan_tasks import PlanConfig
 from seqmoe_jax.experts.cache import CacheConfig
-from seqmoe_jax.prefetch.link import Link
+from seqmoe_jax.prefetch.link import LiveLink
 from seqmoe_jax.forecast import inference as plain
 from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.forecast.predictor import Predictor
 from seqmoe_jax.loading import random_weights
 from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.models.fused import DecodeKernels
-from seqmoe_jax.sampling import SamplingConfig, SamplingParams
+from seqmoe_jax.options import SamplingConfig
+from seqmoe_jax.sampling import SamplingParams
 from seqmoe_jax.testing import tiny_config
 
 batch, dtype, steps = int(sys.argv[1]), sys.argv[2], int(sys.argv[4])  # planned for; 0: no engine
@@ -72,7 +73,7 @@ if steps:
     state = jax.eval_shape(lambda: plain.init_state(foreseen, batch, jnp.float32))
     word = jax.ShapeDtypeStruct((), jnp.float32)
     vector = jax.ShapeDtypeStruct((32,), jnp.int32)
-    link = Link(transfer_cost=there(word), landed=there(jax.ShapeDtypeStruct((11,), jnp.int32)),
+    link = LiveLink(transfer_cost=there(word), landed=there(jax.ShapeDtypeStruct((11,), jnp.int32)),
                 progress=there(vector, pinned), board=there(vector, pinned))
 policy = decode_policy("seqmoe", cache, foreseen, plan=plan)
 offload = jax.eval_shape(partial(empty_offload, cache, later=policy.later))._replace(predictor=state)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqmoe_jax.errors import ConfigError
-from seqmoe_jax.sampling import SamplingConfig, SamplingParams, filter_logits, greedy, mask_padding, sample
+from seqmoe_jax.options import SamplingConfig
+from seqmoe_jax.sampling import SamplingParams, filter_logits, greedy, mask_padding, sample
 
 VOCAB = 12
 

@@ -15,7 +15,7 @@ pytest.importorskip("starlette")
 
 from seqmoe_jax.errors import ConfigError, PromptError, ServerError
 from seqmoe_jax.generation import Run
-from seqmoe_jax.sampling import SamplingConfig
+from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.serving.protocol import parse
 from seqmoe_jax.serving.scheduler import Job
 from seqmoe_jax.serving.server import Server, Service, bind
@@ -174,7 +174,7 @@ class Slowly(Run):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_generation(port, engine, service, monkeypatch, stream):
-    monkeypatch.setattr(engine, "run", lambda requests: Slowly(engine.tokens, engine.tokenizer, (), requests))
+    monkeypatch.setattr(engine, "run", lambda requests: Slowly(engine.token_engine, engine.tokenizer, (), requests))
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("POST", "/v1/chat/completions", json.dumps(dict(messages=HELLO, max_tokens=200, stream=stream)))
     if stream:

@@ -37,8 +37,8 @@ def test_it_says_what_loading_would_do(tiny, capsys):
     status, report = plan(capsys, tiny, "--residency", 0.5, "--batch", 2, "--context", 300)
     engine = tiny_engine(residency=0.5, max_batch=2, context=300)
     assert status == 0
-    assert {**report["plan"], "total": None} == {**vars(engine.tokens.plan), "total": None}
-    assert report["plan"]["total"] == engine.tokens.plan.total
+    assert {**report["plan"], "total": None} == {**vars(engine.token_engine.plan), "total": None}
+    assert report["plan"]["total"] == engine.token_engine.plan.total
     assert report["least"]["slots"] == 4
 
 

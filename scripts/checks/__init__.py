@@ -1,1 +1,1 @@
-"""What shows that the product holds what it promises, run for longer than tests are."""
+"""What maintainers run on a real model and device, where a test would take too long."""

@@ -102,7 +102,9 @@ def load_peer(directory: Path, slots: int, replay: np.ndarray) -> tuple[Any, Any
     return llm, state["row"]
 
 
-def measure(directory: Path, replay: np.ndarray, experts: int, residency: float, args: argparse.Namespace) -> dict:
+def measure(
+    directory: Path, replay: np.ndarray, experts: int, residency: float, args: argparse.Namespace
+) -> dict[str, Any]:
     """One row: medians of `repeats` runs after one that warms up."""
     import torch
     from freetoken.core import SamplingParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from seqmoe_jax.options import EngineOptions
+from seqmoe_jax.options import EngineKeywords, EngineOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,29 +18,26 @@ class Setting:
 
 
 # The ablation: each line adds to the one before it, or replaces its scheduler.
+_WITHOUT_PREDICTOR: dict[str, EngineKeywords] = {
+    "lru": dict(policy="lru"),
+    "lfu": dict(policy="lfu"),
+    "prefill-hot": dict(policy="prefill-hot"),
+    "history": dict(),
+}
+_WITH_PREDICTOR: dict[str, EngineKeywords] = {
+    "evict": dict(transfers="none"),
+    "device_put": dict(transfers="device_put"),
+    "callback": dict(transfers="callback"),
+    "dma-infinity": dict(transfers="dma", scheduler="moe-infinity", refine=False),
+    "dma-promoe": dict(transfers="dma", scheduler="promoe", refine=False),
+    "dma-alg1": dict(transfers="dma", refine=False),
+    "dma": dict(transfers="dma"),
+    "dma-2-steps": dict(transfers="dma", steps_ahead=2),
+    "dma-3-steps": dict(transfers="dma", steps_ahead=3),
+}
 VARIANTS: dict[str, Setting] = {
-    setting.name: setting
-    for setting in (
-        Setting(name="lru", options=EngineOptions(policy="lru")),
-        Setting(name="lfu", options=EngineOptions(policy="lfu")),
-        Setting(name="prefill-hot", options=EngineOptions(policy="prefill-hot")),
-        Setting(name="history", options=EngineOptions()),
-        Setting(name="evict", options=EngineOptions(transfers="none"), predicted=True),
-        Setting(name="device_put", options=EngineOptions(transfers="device_put"), predicted=True),
-        Setting(name="callback", options=EngineOptions(transfers="callback"), predicted=True),
-        Setting(
-            name="dma-infinity",
-            options=EngineOptions(transfers="dma", scheduler="moe-infinity", refine=False),
-            predicted=True,
-        ),
-        Setting(
-            name="dma-promoe", options=EngineOptions(transfers="dma", scheduler="promoe", refine=False), predicted=True
-        ),
-        Setting(name="dma-alg1", options=EngineOptions(transfers="dma", refine=False), predicted=True),
-        Setting(name="dma", options=EngineOptions(transfers="dma"), predicted=True),
-        Setting(name="dma-2-steps", options=EngineOptions(transfers="dma", steps_ahead=2), predicted=True),
-        Setting(name="dma-3-steps", options=EngineOptions(transfers="dma", steps_ahead=3), predicted=True),
-    )
+    name: Setting(name=name, options=EngineOptions(**options), predicted=name in _WITH_PREDICTOR)
+    for name, options in {**_WITHOUT_PREDICTOR, **_WITH_PREDICTOR}.items()
 }
 
 

@@ -7,10 +7,17 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seqmoe_jax.bench.settings import VARIANTS, settings_of
+from seqmoe_jax.cli.arguments import add_json, add_options
 from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.options import EngineOptions
+
+if TYPE_CHECKING:
+    from seqmoe_jax.decode.replay import Replay
+    from seqmoe_jax.forecast.trained import TrainedPredictor
+    from seqmoe_jax.models.model import Model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,12 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", nargs="?", default="qwen3-moe-24x32", help="a preset of configs/ (random weights), or a checkpoint")
     add("--replay", metavar="T.npz", help="routing forced on the model; without it the model routes")
     add("--split", help="sequences of this split of the trace alone, such as test")
-    add("--predictor", default="auto", metavar="auto|DIR|none", help="for policy seqmoe; 'auto': by the trace's model")
+    add_options(parser, EngineOptions, ["predictor", "kernels", "decode_kernels"])
     add("--residency", type=float, nargs="+", default=[1.0, 0.45, 0.25])
     add("--policies", nargs="+", default=["lru", "evict", "dma"], choices=list(VARIANTS), metavar="NAME",
         help=f"what to compare: {', '.join(VARIANTS)}")  # fmt: skip
-    add("--decode-kernels", action=argparse.BooleanOptionalAction, default=True,
-        help="kernels for attention, routing and projections too (CUDA)")  # fmt: skip
     add("--batch", type=int, nargs="+", default=[1])
     add("--steps", type=int, default=512, help="decode steps of each run (default: 512)")
     add("--repeats", type=int, default=3, help="runs after the one that warms up (default: 3)")
@@ -31,71 +36,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "repeat one token, and so one set of experts")  # fmt: skip
     add("--shares", type=int, nargs="?", const=2**31, default=0, metavar="N", help="profile one more run of every "
         "setting (N: the last N steps of it): time by class and kernel")  # fmt: skip
-    add("--kernels", choices=["xla", "gpu", "tpu"])
     add("--out", type=Path, metavar="FILE.json", help="written after every row")
     add("--plot", type=Path, metavar="FILE", help="speed against residency, and time shares: .png, .svg or .pdf")
-    add("--json", action="store_true", help="the result as JSON on standard output")
+    add_json(parser, "the result as JSON on standard output")
 
 
 def run(args: argparse.Namespace) -> int:
-    import jax
-
+    """Measures every setting; exit status 1 says that one of them failed."""
     from seqmoe_jax import plots
     from seqmoe_jax.bench.measure import measure
-    from seqmoe_jax.bench.replayed import replay_of
     from seqmoe_jax.bench.shares import describe
-    from seqmoe_jax.compilation import enable_compilation_cache
-    from seqmoe_jax.loading import find_and_load_predictor, load_model, load_predictor, random_model
-    from seqmoe_jax.presets import preset_names, preset_path
-    from seqmoe_jax.traces.format import read_trace
 
     if args.plot:
         plots.check_output(args.plot, "--plot")
-    enable_compilation_cache()
-    begun = time.perf_counter()
-    if args.model in preset_names():
-        model = random_model(preset_path(args.model), name=args.model)
-    else:
-        model, _ = load_model(args.model)
-    jax.block_until_ready(model.weights)
-    loaded_s = time.perf_counter() - begun
-    replay, trace = None, None
-    if args.replay:
-        trace = read_trace(args.replay)
-        if args.split:
-            trace = trace.select(args.split)
-        replay = replay_of(trace, model.spec, args.steps * (args.repeats + 1 + bool(args.shares)))
-    if args.predictor in ("auto", "none"):
-        trained_on = None if trace is None else trace.model
-        predictor = find_and_load_predictor(args.predictor, model, trained_on=trained_on)
-    else:  # of whatever model the routing is; its sizes are checked where it is used
-        predictor = load_predictor(Path(args.predictor), model.weights.embed)
+    model, load_s = _load(args)
+    predictor, replay = _routing(args, model)
     settings = settings_of(args.policies, args.residency, args.batch)
-    if predictor is None:
-        without = [setting.name for setting in settings if setting.predicted]
-        if without:
-            raise ConfigError(f"{', '.join(sorted(set(without)))} need a predictor; give --predictor DIR")
-    result: dict[str, Any] = {
-        "model": args.model,
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "replay": None if replay is None else {"steps": int(replay.ids.shape[0]), "split": args.split},
-        "predictor": None if predictor is None else predictor.name,
-        "expert_bytes": model.spec.expert_layout.block_bytes,
-        "host_pool_bytes": sum(pool.nbytes for pool in model.pools),
-        "load_s": round(loaded_s, 1),
-        "steps": args.steps,
-        "repeats": args.repeats,
-        "temperature": args.temperature,
-        "rows": [],
-    }
-    say = (
-        (lambda text: print(text, file=sys.stderr, flush=True)) if args.json else (lambda text: print(text, flush=True))
-    )
+    without = {setting.name for setting in settings if setting.predicted and predictor is None}
+    if without:
+        raise ConfigError(f"{', '.join(sorted(without))} need a predictor; give --predictor DIR")
+    result = _about(args, model, predictor, replay) | {"load_s": round(load_s, 1), "rows": []}
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
+
     size = result["host_pool_bytes"] / 1e9
-    say(f"{args.model} on {result['device']}: {size:.1f} GB of experts in host memory, ready in {loaded_s:.1f} s")
+    say(f"{args.model} on {result['device']}: {size:.1f} GB of experts in host memory, ready in {load_s:.1f} s")
     say(HEADER)
     for setting in settings:
+        options = setting.options
         try:
             row = measure(
                 model, setting, predictor=predictor, replay=replay, steps=args.steps, repeats=args.repeats,
@@ -103,19 +72,14 @@ def run(args: argparse.Namespace) -> int:
                 decode_kernels=args.decode_kernels,
             )  # fmt: skip
         except Exception as error:  # one setting that fails leaves the others
-            row = {
-                "name": setting.name,
-                "residency": setting.options.residency,
-                "batch": setting.options.max_batch,
-                "error": repr(error),
-            }
-            say(f"{setting.name:14} {setting.options.residency:5.2f}  failed: {error!r}"[:400])
+            row = {"name": setting.name, "residency": options.residency, "batch": options.max_batch,
+                   "error": repr(error)}  # fmt: skip
         result["rows"].append(row)
         compare(result["rows"])
-        if "error" not in row:
-            say(line(row))
-            if row["shares"] is not None:
-                say(describe(row))
+        if "error" in row:
+            say(f"{setting.name:14} {options.residency:5.2f}  failed: {row['error']}"[:400])
+        else:
+            say(line(row) if row["shares"] is None else f"{line(row)}\n{describe(row)}")
         if args.out:
             args.out.write_text(json.dumps(result, indent=1))
     if args.plot and any("error" not in row for row in result["rows"]):
@@ -123,6 +87,62 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result))
     return 1 if any("error" in row for row in result["rows"]) else 0
+
+
+def _load(args: argparse.Namespace) -> tuple[Model, float]:
+    """The model, and how many seconds it took."""
+    import jax
+
+    from seqmoe_jax.compilation import enable_compilation_cache
+    from seqmoe_jax.loading import load_model, random_model
+    from seqmoe_jax.presets import preset_names, preset_path
+
+    enable_compilation_cache()
+    begun = time.perf_counter()
+    if args.model in preset_names():
+        model = random_model(preset_path(args.model), name=args.model)
+    else:
+        model, _ = load_model(args.model)
+    jax.block_until_ready(model.weights)
+    return model, time.perf_counter() - begun
+
+
+def _routing(args: argparse.Namespace, model: Model) -> tuple[TrainedPredictor | None, Replay | None]:
+    """What forecasts the routing, and the recorded routing that is forced on the model."""
+    from seqmoe_jax.bench.replayed import replay_of
+    from seqmoe_jax.loading import find_and_load_predictor, load_predictor
+    from seqmoe_jax.traces.format import read_trace
+
+    trace = replay = None
+    if args.replay:
+        trace = read_trace(args.replay)
+        if args.split:
+            trace = trace.select(args.split)
+        replay = replay_of(trace, model.spec, args.steps * (args.repeats + 1 + bool(args.shares)))
+    if args.predictor not in ("auto", "none"):  # of whatever model the routing is; its sizes are checked where it runs
+        return load_predictor(Path(args.predictor), model.weights.embed), replay
+    trained_on = None if trace is None else trace.model
+    return find_and_load_predictor(args.predictor, model, trained_on=trained_on), replay
+
+
+def _about(
+    args: argparse.Namespace, model: Model, predictor: TrainedPredictor | None, replay: Replay | None
+) -> dict[str, Any]:
+    """What was measured, and on what."""
+    import jax
+
+    return {
+        "model": args.model,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "replay": None if replay is None else {"steps": int(replay.ids.shape[0]), "split": args.split},
+        "predictor": None if predictor is None else predictor.name,
+        "expert_bytes": model.spec.expert_layout.block_bytes,
+        "host_pool_bytes": sum(pool.nbytes for pool in model.pools),
+        "steps": args.steps,
+        "repeats": args.repeats,
+        "temperature": args.temperature,
+    }
 
 
 def compare(rows: list[dict[str, Any]]) -> None:

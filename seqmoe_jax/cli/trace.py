@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from seqmoe_jax.cli.arguments import add_load_arguments, add_sampling_arguments, load_engine, sampling_numbers
+from seqmoe_jax.cli.arguments import (
+    add_load_arguments,
+    add_sampling_arguments,
+    generate_options,
+    load_engine,
+    progress_of,
+)
 
 if TYPE_CHECKING:
     from seqmoe_jax.api import Engine
@@ -35,15 +41,13 @@ def run(args: argparse.Namespace) -> int:
     """Reads the prompts, loads the model, records; prints one line or one JSON object."""
     from tqdm import tqdm
 
-    from seqmoe_jax.api import sampling_base
     from seqmoe_jax.traces.prompts import read_prompts
     from seqmoe_jax.traces.record import Recording, record
 
-    numbers = sampling_numbers(args)
-    prompts = read_prompts(args.prompts)
+    options, prompts = generate_options(args), read_prompts(args.prompts)
     quiet = args.json or not sys.stderr.isatty()
-    engine = load_engine(args, max_batch=args.batch, progress=True if sys.stderr.isatty() or not args.json else None)
-    sampling = sampling_base(args.sampling, engine.defaults).override(**numbers)
+    engine = load_engine(args, max_batch=args.batch, progress=progress_of(args))
+    sampling = options.sampling_over(engine.defaults)
     recording = Recording(max_new_tokens=args.max_new_tokens, sampling=sampling, end_tokens=engine.eos_token_ids)
     encoded = encode(engine, prompts, chat=args.chat)
     begun = time.perf_counter()
@@ -54,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             bar.set_postfix_str(f"{steps} steps")
 
         model = model_name(args)
-        trace = record(engine.tokens, prompts, encoded, recording, args.out, model=model, progress=progress)
+        trace = record(engine.token_engine, prompts, encoded, recording, args.out, model=model, progress=progress)
     decoded = int(trace.decoded().sum())
     said = {
         "trace": str(args.out),

@@ -13,14 +13,14 @@ from seqmoe_jax.decode.state import StepOutput
 from seqmoe_jax.experts.cache import CacheConfig, SlotCache, Transfers
 from seqmoe_jax.experts.slots import SlotState
 from seqmoe_jax.prefetch.channels import deliver
-from seqmoe_jax.prefetch.link import Arrivals, Link
+from seqmoe_jax.prefetch.link import Arrivals, Link, LiveLink, StagedLink
 
 
 def land(cache: SlotCache, link: Link | None, config: CacheConfig) -> tuple[SlotCache, Transfers | None]:
     """The cache with the arrivals copied into their slots, and what `slot_update` needs to know of the engine."""
     if link is None:
         return cache, None
-    if link.arrivals is None:  # the engine writes into the slots itself and reports while the step runs
+    if isinstance(link, LiveLink):
         return cache, Transfers(link.landed, link.progress)
     return _copy_arrivals(cache, link.arrivals, config)
 
@@ -40,7 +40,7 @@ def send_plan(
     output: StepOutput, tasks: Int[Array, "5 N"] | None, clock: Int[Array, ""], link: Link | None, channel: int | None
 ) -> StepOutput:
     """The output with the plan, where the engine has no board on which `plan_tasks` wrote it already."""
-    if tasks is None or link is None or link.board is not None:
+    if tasks is None or not isinstance(link, StagedLink):
         return output
     if channel is not None:
         io_callback(partial(deliver, channel), None, tasks, clock)

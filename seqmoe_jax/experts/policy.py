@@ -5,12 +5,10 @@ Every policy is a rule for int32 slot scores; the lowest score is evicted, the l
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 from pallas_kernels.slot_update import Rule
-from seqmoe_jax.errors import ConfigError
-
-Policy = Literal["seqmoe", "lru", "lfu", "prefill-hot", "full"]
+from seqmoe_jax.options import Policy as Policy
 
 POLICIES: dict[Policy, str] = {
     "seqmoe": "evict what the forecast needs least",
@@ -38,11 +36,3 @@ def prompt_rule_of(policy: Policy) -> PromptRule:
 def rule_of(policy: Policy) -> Rule:
     """How `slot_update` changes scores under this policy."""
     return _RULES.get(policy, "scored")
-
-
-def check_policy(policy: str) -> Policy:
-    """The policy named, or `ConfigError` with the names there are."""
-    for known in get_args(Policy):
-        if policy == known:
-            return known
-    raise ConfigError(f"unknown policy {policy!r}: expected one of {', '.join(POLICIES)}")

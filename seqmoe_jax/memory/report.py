@@ -4,60 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from pallas_kernels.backend import Implementation, resolve
+from pallas_kernels.backend import resolve
 from seqmoe_jax.checkpoints.resolve import read_json, resolve_config
 from seqmoe_jax.doctor import link_bandwidth
 from seqmoe_jax.errors import ResidencyError
 from seqmoe_jax.host_memory import host_memory_bytes
 from seqmoe_jax.loading import activation_dtype
-from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, plan_memory
+from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, parse_bytes, plan_memory
 from seqmoe_jax.models.families import spec_from_config
-from seqmoe_jax.options import Residency
+from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.presets import preset_names, preset_path
 
 
-def size_up(
-    model: str,
-    *,
-    residency: Residency | None = None,
-    device_memory: int | None = None,
-    context: int | None = None,
-    batch: int = 1,
-    dtype: str | None = None,
-    kernels: Implementation | None = None,
-) -> dict[str, Any]:
+def size_up(model: str, options: EngineOptions) -> dict[str, Any]:
     """The report as JSON values: sizes in bytes, times in seconds, None where unknown.
 
-    `model` is what `load` takes, or the name of a preset. The memory is `device_memory`, else what the device here
-    has free; a device that does not say (a CPU) is taken to hold everything. Raises `CheckpointError`, `ConfigError`
-    or, for a residency that can never work, `ResidencyError`; a model that does not fit is an answer, not an error.
+    `model` is what `load` takes, or the name of a preset. The memory is the `device_memory` of the options, else what
+    the device here has free; a device that does not say (a CPU) is taken to hold everything. Raises `CheckpointError`,
+    `ConfigError` or, for a residency that can never work, `ResidencyError`; a model that does not fit is an answer.
     """
     preset = model in preset_names() and not Path(model).is_dir()
     spec = spec_from_config(read_json(preset_path(model)) if preset else resolve_config(model))
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     free = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
-    budget = free if device_memory is None else device_memory
-    context = min(context or DEFAULT_CONTEXT, spec.context)
-    options: dict[str, Any] = dict(
-        batch=batch,
-        context=context,
-        activation_dtype=activation_dtype(spec, device, dtype),
-        implementation=resolve(kernels),
-    )
-    least, full = (plan_memory(spec, residency=share, **options) for share in ("least", 1.0))
+    budget = free if options.device_memory is None else parse_bytes(options.device_memory)
+    batch, context = options.max_batch, min(options.context or DEFAULT_CONTEXT, spec.context)
+    dtype, kernels = activation_dtype(spec, device, options.dtype), resolve(options.kernels)
+    make = partial(plan_memory, spec, batch=batch, context=context, activation_dtype=dtype, implementation=kernels)
+    least, full = make(residency="least"), make(residency=1.0)
     plan, reason = None, None
     try:
-        plan = plan_memory(spec, residency=residency, device_memory=None if residency else budget, **options)
+        plan = make(residency=options.residency, device_memory=None if options.residency else budget)
         if budget is not None and plan.total > budget:
             reason = f"this residency needs {_gb(plan.total)} of device memory, there are {_gb(budget)}"
     except ResidencyError as error:
-        if residency is not None:
+        if options.residency is not None:
             raise
         reason = str(error)
     block, host = spec.expert_layout.block_bytes, host_memory_bytes()
@@ -76,8 +64,8 @@ def size_up(
         "device_memory": budget,
         "context": context,
         "batch": batch,
-        "activations": str(options["activation_dtype"]),
-        "kernels": options["implementation"],
+        "activations": str(dtype),
+        "kernels": kernels,
         "experts": spec.num_keys,
         "expert_bytes": block,
         "plan": None if plan is None else _sizes(plan),

@@ -23,7 +23,7 @@ from pallas_kernels.plan_tasks import CONFIDENCE_UNIT
 from seqmoe_jax.host_memory import host_view
 from seqmoe_jax.prefetch.channels import close_channel, open_channel
 from seqmoe_jax.prefetch.engine import EngineConfig, TransferCounts
-from seqmoe_jax.prefetch.link import Arrivals, Link
+from seqmoe_jax.prefetch.link import Arrivals, StagedLink
 from seqmoe_jax.prefetch.schedule import ALPHA, SCHEDULERS, choose, next_average
 from seqmoe_jax.prefetch.tasks import TASK, add, remove
 
@@ -72,7 +72,7 @@ class DevicePut:
         self._thread = threading.Thread(target=self._work, name=f"seqmoe-{self.name}", daemon=True)
         self._thread.start()
 
-    def link(self) -> Link:
+    def link(self) -> StagedLink:
         taken: list[tuple[int, int, Array | None]] = []
         blocks: list[Array] = []
         with self._condition:
@@ -90,7 +90,7 @@ class DevicePut:
             slot[index], tag[index], _ = arrival
         blocks += [self._nothing] * (STAGED - len(blocks))
         slots, tags = jax.device_put((slot, tag), self._device)
-        return Link(transfer_cost=self._rho, arrivals=Arrivals(tuple(blocks), slots, tags))
+        return StagedLink(transfer_cost=self._rho, arrivals=Arrivals(tuple(blocks), slots, tags))
 
     def deliver(self, tasks: Any, clock: Any) -> None:
         if self.channel is None:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Shaped
 from seqmoe_jax.prefetch.compiled import address_of
 from seqmoe_jax.prefetch.cuda import CopyStream
 from seqmoe_jax.prefetch.engine import EngineConfig, TransferCounts, typical_transfer_cost
-from seqmoe_jax.prefetch.link import Link
+from seqmoe_jax.prefetch.link import LiveLink
 from seqmoe_jax.prefetch.schedule import SCHEDULERS
 from seqmoe_jax.prefetch.tasks import TASK
 from seqmoe_jax.prefetch.worker import OUTBOX, SETUP, SHARED, STEP, TRANSFER, work
@@ -103,11 +103,11 @@ class Dma:
     def transfer_cost(self) -> float:
         return float(self.shared.transfer_ns / self.shared.layer_ns)
 
-    def link(self) -> Link:
+    def link(self) -> LiveLink:
         self._dispatched += 1
         if self._dispatched % FOLLOWED_STEPS == 0:
             self._follow()
-        return Link(transfer_cost=self._rho, landed=self._landed, progress=self._progress, board=self._board)
+        return LiveLink(transfer_cost=self._rho, landed=self._landed, progress=self._progress, board=self._board)
 
     def deliver(self, tasks: Any, clock: Any) -> None:
         pass  # the step has written its plans to the board

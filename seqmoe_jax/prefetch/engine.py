@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Shaped
 
 from pallas_kernels.backend import Implementation
 from pallas_kernels.plan_tasks import PlanConfig
 from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.options import Scheduler
 from seqmoe_jax.prefetch.link import Link
 
 ENGINES: dict[str, str] = {
@@ -19,7 +20,6 @@ ENGINES: dict[str, str] = {
     "callback": "the same, plans delivered by a JAX host callback from inside the step",
     "dma": "copies straight into reserved slots on a stream of their own, while the step runs (CUDA)",
 }
-Scheduler = Literal["seqmoe", "moe-infinity", "promoe"]  # rules that choose the next transfer: see `schedule`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,16 +97,8 @@ class TransferEngine(Protocol):
         ...
 
 
-def check_engine(name: str) -> str:
-    """The engine named, or `ConfigError` with the names there are."""
-    if name not in ENGINES:
-        raise ConfigError(f"unknown transfer engine {name!r}: expected one of {', '.join(ENGINES)}")
-    return name
-
-
 def resolve_engine(name: str, implementation: Implementation) -> str:
     """What "auto" means with these kernels. Raises `ConfigError` for an engine that they do not serve."""
-    check_engine(name)
     if name == "auto":
         return "dma" if implementation == "gpu" else "none"
     if name == "dma" and implementation != "gpu":

@@ -18,11 +18,25 @@ class Arrivals(NamedTuple):
     tag: Int32[Array, " A"]
 
 
-class Link(NamedTuple):
-    """What a transfer engine gives to a step: arrivals, or memory through which both talk while the step runs."""
+class StagedLink(NamedTuple):
+    """Of an engine that puts experts into device memory between steps: the next step copies them into their slots."""
 
     transfer_cost: Float32[Array, ""]  # RHO, as measured so far
-    arrivals: Arrivals | None = None
-    landed: Int32[Array, " S"] | None = None  # tags of the slots' transfers, written by the engine
-    progress: Int32[Array, " P"] | None = None  # pinned_host, written by the step
-    board: Int32[Array, " W"] | None = None  # pinned_host, plans, written by the step
+    arrivals: Arrivals
+
+    @property
+    def board(self) -> None:
+        """Plans reach such an engine in the step's output."""
+        return None
+
+
+class LiveLink(NamedTuple):
+    """Of an engine that writes into the slots itself while the step runs: memory through which both talk."""
+
+    transfer_cost: Float32[Array, ""]  # RHO, as measured so far
+    landed: Int32[Array, " S"]  # tags of the slots' transfers, written by the engine
+    progress: Int32[Array, " P"]  # pinned_host, written by the step
+    board: Int32[Array, " W"]  # pinned_host, plans, written by the step
+
+
+Link = StagedLink | LiveLink  # what a transfer engine gives to a step

@@ -13,8 +13,8 @@ from typing import no_type_check
 
 import numpy as np
 
+from seqmoe_jax.options import Scheduler
 from seqmoe_jax.prefetch.compiled import compiled, inlined
-from seqmoe_jax.prefetch.engine import Scheduler
 
 SCHEDULERS: dict[Scheduler, int] = {"seqmoe": 0, "moe-infinity": 1, "promoe": 2}
 SEQMOE, MOE_INFINITY, PROMOE = SCHEDULERS.values()

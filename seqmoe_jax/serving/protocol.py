@@ -16,7 +16,7 @@ from typing import Any
 from seqmoe_jax.api import Engine
 from seqmoe_jax.errors import ConfigError, PromptError
 from seqmoe_jax.generation import Request
-from seqmoe_jax.sampling import SamplingConfig
+from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.text.chat import check_messages
 
 MAX_TOKENS = 16  # of a completion that gives no number; a chat gets what the context leaves (both as OpenAI has it)

@@ -43,7 +43,7 @@ class Scheduler:
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queues jobs, all or none. Raises `PromptError` for one that cannot run, `ServerError` if there is no room."""
         for job in jobs:
-            self._engine.tokens.check([job.request.tokens], [job.request.max_new_tokens])
+            self._engine.token_engine.check([job.request.tokens], [job.request.max_new_tokens])
         with self._changed:
             if self._closed:
                 raise ServerError("the server is shutting down")
@@ -86,7 +86,7 @@ class Scheduler:
             # Greedy and drawn tokens are chosen by different programs.
             greedy = self._waiting[0].request.sampling.greedy
             alike = [job for job in self._waiting if job.request.sampling.greedy == greedy]
-            self._running = alike[: self._engine.tokens.max_batch]
+            self._running = alike[: self._engine.token_engine.max_batch]
             self._waiting = deque(job for job in self._waiting if job not in self._running)
             return self._running
 

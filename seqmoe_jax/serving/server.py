@@ -21,7 +21,7 @@ from starlette.routing import Route
 from seqmoe_jax.api import Engine
 from seqmoe_jax.errors import ConfigError, SeqMoEError, ServerError
 from seqmoe_jax.generation import Piece
-from seqmoe_jax.sampling import SamplingConfig
+from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.serving import protocol
 from seqmoe_jax.serving.protocol import Query
 from seqmoe_jax.serving.scheduler import Job, Scheduler
@@ -65,7 +65,7 @@ class Service:
 
     async def models(self, connection: Connection) -> Response:
         model = {"id": self.name, "object": "model", "created": self._created, "owned_by": "seqmoe",
-                 "max_model_len": self.engine.tokens.context}  # fmt: skip
+                 "max_model_len": self.engine.token_engine.context}  # fmt: skip
         return JSONResponse({"object": "list", "data": [model]})
 
     async def complete(self, connection: Connection, *, chat: bool) -> Response:

@@ -7,7 +7,7 @@ from pathlib import Path
 from seqmoe_jax.checkpoints.resolve import read_json
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.fields import Fields
-from seqmoe_jax.sampling import SamplingConfig
+from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.text import harmony
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Float32, Integer, UInt8
 
 from seqmoe_jax.errors import PromptError
-from seqmoe_jax.sampling import SamplingConfig
+from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.traces.format import Trace, join, read_trace, write_trace
 from seqmoe_jax.traces.prompts import Prompt
 

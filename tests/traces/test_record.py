@@ -12,7 +12,7 @@ from seqmoe_jax.cli.main import main
 from seqmoe_jax.cli.trace import encode
 from seqmoe_jax.errors import PromptError
 from seqmoe_jax.experts import cache
-from seqmoe_jax.sampling import SamplingConfig
+from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.testing import tiny_engine
 from seqmoe_jax.traces import record as recording
 from seqmoe_jax.traces.format import read_trace
@@ -55,12 +55,12 @@ def test_the_replay_routes_as_decoding_did(monkeypatch):
     engine = tiny_engine(seed=3, residency=0.7, policy="lru", max_batch=2)
     prompts = [[5, 6, 7, 8, 9], list(range(40, 60))]
     new: list[list[int]] = [[], []]
-    for event in engine.tokens.run(prompts, max_new_tokens=9):
+    for event in engine.token_engine.run(prompts, max_new_tokens=9):
         new[event.sequence].append(event.token)
     jax.effects_barrier()
     layers, active = 2, 2
     steps = np.array([decoded[clock] for clock in sorted(decoded)][: 8 * layers]).reshape(8, layers, 2, active)
-    replayed = engine.tokens.routing([prompt + tokens[:-1] for prompt, tokens in zip(prompts, new, strict=True)])
+    replayed = engine.token_engine.routing([prompt + tokens[:-1] for prompt, tokens in zip(prompts, new, strict=True)])
     for row, (ids, weights) in enumerate(replayed):
         assert np.array_equal(ids[len(prompts[row]) :], steps[:, :, row])
         assert np.all(weights[..., 0] >= weights[..., 1])
@@ -81,7 +81,7 @@ def test_a_trace_holds_prompts_and_what_followed_in_order(engine, trace):
     start, stop = trace.spans()[1]
     greedy = engine.generate(texts[1], max_new_tokens=NEW)
     assert trace.tok[start + len(texts[1]) : stop].tolist() == greedy.tokens[:-1]
-    ids, weights = engine.tokens.routing([trace.tok[start:stop].tolist()])[0]
+    ids, weights = engine.token_engine.routing([trace.tok[start:stop].tolist()])[0]
     assert np.array_equal(trace.ids[start:stop], ids)
     assert np.abs(trace.probs_u8[start:stop] / 255 - weights).max() <= 0.5 / 255 + 1e-6
 

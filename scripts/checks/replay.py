@@ -1,6 +1,6 @@
 """Whether prefill routes every token as decoding it did, which `seqmoe trace` relies on: counts the same experts.
 
-    python -m scripts.check_replay [MODEL] --new 161
+    python -m scripts.checks.replay [MODEL] --new 161
 
 Decodes eight prompts greedily, listening inside the decode step, then asks for the routing of the same tokens.
 """
@@ -28,32 +28,27 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=161, help="tokens per prompt (default: 161)")
     args = parser.parse_args()
     heard: dict[int, np.ndarray] = {}
-    honest = cache.find_slots
+    find_slots = cache.find_slots
 
     def listening(slots: Any, ids: Any, layer: Any, config: Any, *rest: Any, **options: Any) -> Any:
         if isinstance(layer, int):  # decoding; prefill compiles one program for all layers
             jax.debug.callback(lambda clock, now: heard.update({int(clock): np.array(now)}), slots.clock + layer, ids)
-        return honest(slots, ids, layer, config, *rest, **options)
+        return find_slots(slots, ids, layer, config, *rest, **options)
 
     cache.find_slots = listening  # type: ignore[assignment]
     # Rule lru counts the layers that ran: that orders what is heard.
     engine = load(args.model, residency=0.9, policy="lru", max_batch=len(PROMPTS))
     prompts = [engine.request(prompt).tokens for prompt in PROMPTS]
     new: list[list[int]] = [[] for _ in prompts]
-    for event in engine.tokens.run(prompts, max_new_tokens=args.new):
+    for event in engine.token_engine.run(prompts, max_new_tokens=args.new):
         new[event.sequence].append(event.token)
     jax.effects_barrier()
-    spec = engine.tokens.model.spec
-    layers, active = len(spec.moe_layers), spec.moe.top_k
-    decoded = [heard[clock] for clock in sorted(heard)][: (args.new - 1) * layers]
-    steps = np.array(decoded).reshape(args.new - 1, layers, len(prompts), active)
-    replayed = engine.tokens.routing([prompt + tokens[:-1] for prompt, tokens in zip(prompts, new, strict=True)])
-    same = total = 0
-    for row, (ids, _) in enumerate(replayed):
-        again = ids[len(prompts[row]) :]
-        same += int((steps[:, :, row, :, None] == again[:, :, None, :]).any(-1).sum())
-        total += again.size
-    print(f"{same} of {total} routed experts are the same, over {total // (layers * active)} decode steps")
+    replayed = engine.token_engine.routing([[*old, *more[:-1]] for old, more in zip(prompts, new, strict=True)])
+    again = np.stack([ids[len(prompt) :] for prompt, (ids, _) in zip(prompts, replayed, strict=True)], axis=2)
+    steps, layers = again.shape[:2]  # [steps, layers, prompts, K]
+    decoded = np.stack([heard[clock] for clock in sorted(heard)][: steps * layers]).reshape(again.shape)
+    same = int((decoded[..., :, None] == again[..., None, :]).any(-1).sum())
+    print(f"{same} of {again.size} routed experts are the same, over {steps * len(prompts)} decode steps")
 
 
 if __name__ == "__main__":
