@@ -24,8 +24,9 @@ from seqmoe_jax.prefetch.cuda import CopyStream
 from seqmoe_jax.prefetch.engine import EngineConfig, TransferCounts, typical_transfer_cost
 from seqmoe_jax.prefetch.link import LiveLink
 from seqmoe_jax.prefetch.schedule import SCHEDULERS
+from seqmoe_jax.prefetch.state import OUTBOX, SETUP, SHARED, STEP, TRANSFER, record
 from seqmoe_jax.prefetch.tasks import TASK
-from seqmoe_jax.prefetch.worker import OUTBOX, SETUP, SHARED, STEP, TRANSFER, work
+from seqmoe_jax.prefetch.worker import work
 
 log = logging.getLogger("seqmoe_jax")
 
@@ -72,7 +73,7 @@ class Dma:
         self._tags = np.zeros(config.slots, np.int32)  # what the worker has sent to `_landed`
         self._pools, self._pool_addresses = pools, np.array([pool.unsafe_buffer_pointer() for pool in pools], np.int64)
         self._timespec = np.zeros(2, np.int64)
-        self.setup, self.shared = _record(SETUP), _record(SHARED)
+        self.setup, self.shared = record(SETUP), record(SHARED)
         setup, libc = self.setup, ctypes.CDLL(None)
         setup.memcpy, setup.event_record, setup.event_query = calls or _calls_of(self._driver)  # type: ignore[arg-type]  # one is there
         setup.clock_gettime, setup.usleep = address_of(libc.clock_gettime), address_of(libc.usleep)
@@ -196,9 +197,9 @@ class Dma:
         self._thread.start()
 
     def _operands(self) -> tuple[Any, ...]:
-        step, tasks = _record(STEP), np.zeros(self.config.plan.tasks, TASK).view(np.recarray)
+        step, tasks = record(STEP), np.zeros(self.config.plan.tasks, TASK).view(np.recarray)
         step.word = step.position = -1
-        return self.setup, self.shared, step, _record(TRANSFER), tasks
+        return self.setup, self.shared, step, record(TRANSFER), tasks
 
 
 def wake_promptly() -> None:
@@ -207,11 +208,6 @@ def wake_promptly() -> None:
     prctl = getattr(ctypes.CDLL(None), "prctl", None)  # absent elsewhere: naps are longer there
     if prctl is not None:
         prctl(set_timer_slack, ctypes.c_ulong(nanoseconds))
-
-
-def _record(fields: np.dtype[np.void]) -> Any:
-    """Zeroed fields, to be read and written as attributes, by compiled code too."""
-    return np.zeros(1, fields).view(np.recarray)[0]
 
 
 def _pinned(values: np.ndarray, device: jax.Device) -> Array:

@@ -1,11 +1,12 @@
 """Generates the same tokens with every policy and transfer engine, and with faults under way, and compares them.
 
-    python -m scripts.check_engines [MODEL] --steps 1000 --json engines.json
+    python -m scripts.checks.engines [MODEL] --steps 1000 --json engines.json
 
 The reference is policy `full` at residency 1. Then the policies at `--residency`; policy `seqmoe` with the model's
 predictor and each transfer engine; and each engine again while the link is throttled, while transfers are reported
-late, while every third is dropped, and while its worker is killed in mid-generation. Exit status 1 where a token
-differs, or where nothing was shown: no expert missed, no transfer landed, none was dropped, a dead worker not reported.
+late, while every third is dropped, and while it breaks in mid-generation, which ends the worker. Exit status 1 where a
+token differs, or where nothing was shown: no expert missed, no transfer landed, none was dropped, a dead worker not
+reported.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -23,12 +25,14 @@ from typing import Any
 
 import jax
 
+from scripts.checks.faults import Faults, injected
 from seqmoe_jax.compilation import enable_compilation_cache
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import SeqMoEError
 from seqmoe_jax.loading import find_and_load_predictor, load_model
+from seqmoe_jax.models.model import Predictor
 from seqmoe_jax.options import EngineOptions
-from seqmoe_jax.prefetch.engine import ENGINES, Faults, Moved
+from seqmoe_jax.prefetch.engine import ENGINES, TransferCounts
 from seqmoe_jax.text import open_tokenizer
 
 # Of one bucket of lengths, so that all of them run in the same programs.
@@ -39,11 +43,11 @@ PROMPTS = (
     "Question: Tom has 5 boxes",
     "class Stack:\n    def push(self",
 )
-FAULTS = {
-    "throttled": Faults(throttle_s=1e-3),
-    "delayed": Faults(delay_s=1e-3),
-    "dropped": Faults(drop_every=3),
-    "killed": Faults(),
+FAULTS: dict[str, dict[str, Any]] = {
+    "throttled": {"throttle_s": 1e-3},
+    "delayed": {"delay_s": 1e-3},
+    "dropped": {"drop_every": 3},
+    "broken": {},  # from the middle of the first prompt's generation on
 }
 POLICIES = ("lru", "lfu", "prefill-hot", "seqmoe")
 
@@ -54,55 +58,45 @@ def announce(message: str) -> None:
     print(f"{time.perf_counter():9.1f} s  {message}", file=sys.stderr, flush=True)
 
 
-def generate(engine: TokenEngine, prompts: Tokens, steps: int, *, kill: bool = False) -> tuple[Tokens, dict[str, Any]]:
-    """Tokens of `steps` decode steps and the first, for each prompt; and what the engine did.
-
-    `kill` ends the transfer worker in the middle of the first prompt's.
-    """
+def generate(
+    engine: TokenEngine, prompts: Tokens, steps: int, broken: Faults | None = None
+) -> tuple[Tokens, dict[str, Any]]:
+    """Tokens of `steps` decode steps and the first, for each prompt; what the engine did. `broken`: see `FAULTS`."""
     transfers = engine.transfers
-    before = Moved() if transfers is None else transfers.moved()
-    tokens: Tokens = []
-    hits: list[float] = []
-    faults: list[str] = []
+    before = TransferCounts() if transfers is None else transfers.counts()
+    tokens, hits, reported = list[list[int]](), list[float](), list[str]()
     for prompt in prompts:
         new: list[int] = []
         for event in engine.run([prompt], max_new_tokens=steps + 1):
             new.append(event.token)
-            if kill and transfers is not None and not tokens and len(new) == steps // 2:
-                transfers.kill()
+            if broken is not None and len(new) == steps // 2:
+                broken.broken = True
         tokens.append(new)
         hits.append(engine.last_stats.hit_rate)
         if transfers is not None and (fault := transfers.fault()):
-            faults.append(fault)
-    after = Moved() if transfers is None else transfers.moved()
-    moved = {name: count - getattr(before, name) for name, count in asdict(after).items()}
-    return tokens, {"hit_rate": sum(hits) / len(hits), **moved, "faults": list(dict.fromkeys(faults))}
+            reported.append(fault)
+    counts = before if transfers is None else transfers.counts().since(before)
+    return tokens, {"hit_rate": sum(hits) / len(hits), **asdict(counts), "faults": list(dict.fromkeys(reported))}
 
 
 def shown(row: dict[str, Any]) -> bool:
     """Whether what the row is about has happened."""
-    fault, offloaded = row["fault"], row["hit_rate"] < 1
-    if row["transfers"] == "none":
-        return offloaded
-    tried = row["landed"] + row["given_up"] + row["late"]
     happened = {
-        "": row["landed"] > 0 and not row["faults"],
+        "": row["transfers"] == "none" or (row["landed"] > 0 and not row["faults"]),
         "dropped": row["dropped"] > 0,
-        "killed": bool(row["faults"]),
+        "broken": bool(row["faults"]),
     }
-    return offloaded and happened.get(fault, tried > 0)
+    tried = row["landed"] + row["given_up"] + row["late"] > 0
+    return bool(row["hit_rate"] < 1 and happened.get(row["fault"], tried))
 
 
-def check(
-    engine: TokenEngine, reference: Tokens, prompts: Tokens, steps: int, faults: dict[str, Faults]
-) -> Iterator[dict[str, Any]]:
+def check(engine: TokenEngine, reference: Tokens, prompts: Tokens, steps: int) -> Iterator[dict[str, Any]]:
     """A row for the engine as it is, and one for each fault; all in the same compiled programs."""
     transfers = engine.transfers
-    for name, fault in {"": Faults(), **(faults if transfers is not None else {})}.items():
-        if transfers is not None:
-            transfers.inject(fault)
-        begun = time.perf_counter()
-        tokens, done = generate(engine, prompts, steps, kill=name == "killed")
+    for name, behaviour in {"": {}, **(FAULTS if transfers is not None else {})}.items():
+        faults, begun = Faults(**behaviour), time.perf_counter()
+        with nullcontext() if transfers is None or not name else injected(transfers, faults):
+            tokens, done = generate(engine, prompts, steps, faults if name == "broken" else None)
         compared = list(zip(chain(*tokens), chain(*reference), strict=True))
         row: dict[str, Any] = {
             "policy": engine.policy,
@@ -113,6 +107,7 @@ def check(
             "equal": tokens == reference,
             "first_difference": next((index for index, (a, b) in enumerate(compared) if a != b), None),
             "seconds": round(time.perf_counter() - begun, 1),
+            "dropped": faults.dropped,
             **done,
         }
         yield row | {"ok": row["equal"] and shown(row)}
@@ -158,15 +153,11 @@ def main() -> int:
         if names and predictor is None:
             parser.error(f"{args.model} has no predictor that ships: give --engines without names to check policies")
         full = TokenEngine(model, EngineOptions(policy="full", residency=1.0), announce=announce)
+        settings: list[tuple[dict[str, Any], Predictor | None]] = [({"policy": name}, None) for name in args.policies]
+        settings += [({"transfers": name}, predictor) for name in names]
         engines = [
-            TokenEngine(model, EngineOptions(policy=policy, residency=args.residency), announce=announce)
-            for policy in args.policies
-        ]
-        engines += [
-            TokenEngine(
-                model, EngineOptions(residency=args.residency, transfers=name), predictor=predictor, announce=announce
-            )
-            for name in names
+            TokenEngine(model, EngineOptions(residency=args.residency, **chosen), predictor=used, announce=announce)
+            for chosen, used in settings
         ]
     except SeqMoEError as error:
         parser.error(str(error))
@@ -181,7 +172,7 @@ def main() -> int:
     rows = []
     for engine in engines:
         try:
-            for row in check(engine, reference, prompts, steps, FAULTS):
+            for row in check(engine, reference, prompts, steps):
                 rows.append(row)
                 print(describe(row), flush=True)
         finally:
