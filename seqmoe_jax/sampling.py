@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int, UInt32
 
 from seqmoe_jax.errors import ConfigError
@@ -70,12 +71,16 @@ class SamplingParams(NamedTuple):
         if len({config.greedy for config in configs}) != 1:
             raise ConfigError("the sequences of one batch must be either all greedy or all drawn")
         configs = [*configs, *[configs[-1]] * (batch - len(configs))]
+
+        def array(values: list[float], dtype: type) -> Array:
+            return jnp.asarray(np.array(values, dtype))  # a list would be converted by a program, which is compiled
+
         return cls(
-            temperature=jnp.asarray([config.temperature or 1.0 for config in configs], jnp.float32),
-            top_k=jnp.asarray([config.top_k for config in configs], jnp.int32),
-            top_p=jnp.asarray([config.top_p for config in configs], jnp.float32),
-            min_p=jnp.asarray([config.min_p for config in configs], jnp.float32),
-            seed=jnp.asarray([config.seed for config in configs], jnp.uint32),
+            temperature=array([config.temperature or 1.0 for config in configs], np.float32),
+            top_k=array([config.top_k for config in configs], np.int32),
+            top_p=array([config.top_p for config in configs], np.float32),
+            min_p=array([config.min_p for config in configs], np.float32),
+            seed=array([config.seed for config in configs], np.uint32),
         )
 
 
