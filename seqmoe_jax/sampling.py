@@ -71,17 +71,15 @@ class SamplingParams(NamedTuple):
         if len({config.greedy for config in configs}) != 1:
             raise ConfigError("the sequences of one batch must be either all greedy or all drawn")
         configs = [*configs, *[configs[-1]] * (batch - len(configs))]
-
-        def array(values: list[float], dtype: type) -> Array:
-            return jnp.asarray(np.array(values, dtype))  # a list would be converted by a program, which is compiled
-
-        return cls(
-            temperature=array([config.temperature or 1.0 for config in configs], np.float32),
-            top_k=array([config.top_k for config in configs], np.int32),
-            top_p=array([config.top_p for config in configs], np.float32),
-            min_p=array([config.min_p for config in configs], np.float32),
-            seed=array([config.seed for config in configs], np.uint32),
+        params = dict(
+            temperature=np.array([config.temperature or 1.0 for config in configs], np.float32),
+            top_k=np.array([config.top_k for config in configs], np.int32),
+            top_p=np.array([config.top_p for config in configs], np.float32),
+            min_p=np.array([config.min_p for config in configs], np.float32),
+            seed=np.array([config.seed for config in configs], np.uint32),
         )
+        # `jnp.asarray` would compile a program for each dtype.
+        return cls(**jax.device_put(params))
 
 
 def mask_padding(logits: Float[Array, "B V"], vocab: int) -> Float[Array, "B V"]:
