@@ -229,7 +229,8 @@ def end_pass(
         return last, routing, state
 
     def read_chunk(n, carry):
-        return _read_chunk(predictor, *carry, stream, tokens, n * width, config, width)
+        state, routing = carry
+        return _read_chunk(predictor, state, routing, stream, tokens, n * width, config, width)
 
     state, routing = lax.fori_loop(0, length // width, read_chunk, (state, routing))
     return last, routing, state
