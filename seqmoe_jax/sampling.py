@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int, UInt32
 
 from seqmoe_jax.errors import ConfigError
@@ -31,13 +32,15 @@ class SamplingParams(NamedTuple):
         if len({config.greedy for config in configs}) != 1:
             raise ConfigError("the sequences of one batch must be either all greedy or all drawn")
         configs = [*configs, *[configs[-1]] * (batch - len(configs))]
-        return cls(
-            temperature=jnp.asarray([config.temperature or 1.0 for config in configs], jnp.float32),
-            top_k=jnp.asarray([config.top_k for config in configs], jnp.int32),
-            top_p=jnp.asarray([config.top_p for config in configs], jnp.float32),
-            min_p=jnp.asarray([config.min_p for config in configs], jnp.float32),
-            seed=jnp.asarray([config.seed for config in configs], jnp.uint32),
+        params = dict(
+            temperature=np.array([config.temperature or 1.0 for config in configs], np.float32),
+            top_k=np.array([config.top_k for config in configs], np.int32),
+            top_p=np.array([config.top_p for config in configs], np.float32),
+            min_p=np.array([config.min_p for config in configs], np.float32),
+            seed=np.array([config.seed for config in configs], np.uint32),
         )
+        # `jnp.asarray` would compile a program for each dtype.
+        return cls(**jax.device_put(params))
 
 
 def mask_padding(logits: Float[Array, "B V"], vocab: int) -> Float[Array, "B V"]:
