@@ -7,12 +7,10 @@ from functools import partial
 
 from pallas_kernels.layout import FP4, FP4_BLOCK
 from seqmoe_jax.checkpoints.fp8 import DEFAULT_BLOCK
-from seqmoe_jax.checkpoints.sources import NameMap, Source, check_names
+from seqmoe_jax.checkpoints.sources import NameMap, Source
 from seqmoe_jax.models.families import FAMILIES
 from seqmoe_jax.models.naming import ExpertNames
 from seqmoe_jax.models.spec import ModelSpec, MoESpec
-
-__all__ = ["NameMap", "Source", "check_names", "names_of"]
 
 
 def names_of(spec: ModelSpec, available: Set[str]) -> NameMap:
