@@ -150,8 +150,8 @@ class IndexerWeights(NamedTuple):
 class Indexer:
     """Scores entries for every position by `num_heads` small queries over compressed keys of its own:
 
-    score(t, i) = sum_h w_h(t) relu(q_h(t) . k_i), scaled by num_heads^-1/2 and head_dim^-1/2. Attention sees the `top_k`
-    visible entries with the highest scores.
+    score(t, i) = sum_h w_h(t) relu(q_h(t) . k_i), scaled by num_heads^-1/2 and head_dim^-1/2. Attention sees the
+    `top_k` visible entries with the highest scores.
 
     Shapes: I heads, J = the compressor's head_dim.
     """
