@@ -13,17 +13,20 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array
 
-from seqmoe_jax.checkpoints.names import check_names, names_of
+from seqmoe_jax.checkpoints.names import names_of
 from seqmoe_jax.checkpoints.read import iter_dense
 from seqmoe_jax.checkpoints.resolve import read_config, resolve_model
 from seqmoe_jax.checkpoints.safetensors import open_checkpoint
+from seqmoe_jax.checkpoints.sources import check_names
 from seqmoe_jax.errors import ConfigError
-from seqmoe_jax.experts.host_pool import load_host_pool, random_host_pool
+from seqmoe_jax.experts.host_pool import load_host_pool
+from seqmoe_jax.experts.random_pool import random_host_pool
 from seqmoe_jax.forecast.trained import TrainedPredictor
 from seqmoe_jax.host_memory import Progress
 from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.models.model import Model
 from seqmoe_jax.models.spec import ModelSpec
+from seqmoe_jax.models.tensors import take_from
 from seqmoe_jax.models.weights import ModelWeights
 
 
@@ -62,7 +65,7 @@ def load_model(
         chosen = activation_dtype(spec, device, dtype)
         dtypes = {name: tensor.dtype or chosen for name, tensor in spec.tensors().items()}
         dense = {name: jax.device_put(array, device) for name, array in iter_dense(checkpoint, names, dtypes=dtypes)}
-        weights = assemble(dense, spec)
+        weights = spec.assemble(take_from(dense.pop))  # each is dropped once it is in the tree
         pools = load_host_pool(
             checkpoint,
             names,
@@ -126,16 +129,6 @@ def random_model(
     return Model(spec=spec, weights=weights, pools=pools, name=name)
 
 
-def assemble(dense: dict[str, Array], spec: ModelSpec) -> ModelWeights:
-    """Tensors by model name -> the tree that the programs take. Consumes `dense`, so nothing is held twice for long."""
-
-    def take(*names: str) -> Array:
-        arrays = [dense.pop(name) for name in names]
-        return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
-
-    return spec.assemble(take)
-
-
 def random_weights(key: Array, *, spec: ModelSpec, dtype: np.dtype) -> ModelWeights:
     """Dense weights of unit-variance maps: normal with standard deviation 1 / sqrt(inputs), norms at one."""
     tensors, count = spec.tensors(), iter(range(10**9))
@@ -150,8 +143,4 @@ def random_weights(key: Array, *, spec: ModelSpec, dtype: np.dtype) -> ModelWeig
             values = jnp.full(tensor.shape, 1.0 if tensor.init == "ones" else 0.0)
         return values.astype(tensor.dtype or dtype)
 
-    def take(*names: str) -> Array:
-        arrays = [make(name) for name in names]
-        return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
-
-    return spec.assemble(take)
+    return spec.assemble(take_from(make))

@@ -7,17 +7,15 @@ from functools import partial
 
 from pallas_kernels.layout import FP4, FP4_BLOCK
 from seqmoe_jax.checkpoints.fp8 import DEFAULT_BLOCK
-from seqmoe_jax.checkpoints.sources import NameMap, Source, check_names
+from seqmoe_jax.checkpoints.sources import NameMap, Source
 from seqmoe_jax.models.families import FAMILIES
 from seqmoe_jax.models.naming import ExpertNames
 from seqmoe_jax.models.spec import ModelSpec, MoESpec
 
-__all__ = ["NameMap", "Source", "check_names", "names_of"]
-
 
 def names_of(spec: ModelSpec, available: Set[str]) -> NameMap:
-    """The name map of a model. `available`, the checkpoint's names, tells its dialect and which layout its
-    experts have.
+    """The name map of a model. `available` are the checkpoint's names: they show which of the family's dialects it is
+    written in, and whether its experts are fused.
 
     Model names are those of `ModelSpec.tensors`. Experts are counted by MoE layer, not by layer; their fields are
     those of the expert layout.
@@ -88,11 +86,11 @@ def _fused(
     """Parts of tensors that hold all experts of a layer."""
     count, width = moe.num_experts, moe.width
     halves = {"gate": ((0, width), 1), "up": ((width, 2 * width), 1)}
-    turns = {"gate": ((0, 2 * width), 2), "up": ((1, 2 * width), 2)}
+    alternate = {"gate": ((0, 2 * width), 2), "up": ((1, 2 * width), 2)}
     sources = {}
     for name, (rows, cols) in matrices.items():
         tensor = prefix + (names.fused_down if name == "down" else names.fused_gate_up)
-        part, step = (None, 1) if name == "down" else (turns if names.interleaved else halves)[name]
+        part, step = (None, 1) if name == "down" else (alternate if names.interleaved else halves)[name]
         height = rows if name == "down" else 2 * rows
 
         source = partial(Source, expert=expert, rows=part, step=step)

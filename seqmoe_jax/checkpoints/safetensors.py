@@ -24,9 +24,9 @@ MAX_READ = 1 << 30  # the kernel moves at most 2 GiB - 4 KiB a call
 
 
 class Checkpoint:
-    """Tensors of one model directory, by name. Files stay open until `close` or the object's end.
+    """The tensors of one model directory, by name. Its files stay open until `close` or the object's end.
 
-    `close` must not run while another thread reads.
+    Threads may read at the same time, but none while `close` runs.
     """
 
     def __init__(self, directory: Path, tensors: Mapping[str, TensorInfo], files: dict[Path, int]):
@@ -47,24 +47,12 @@ class Checkpoint:
     def names(self) -> KeysView[str]:
         return self._tensors.keys()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors together."""
-        return sum(info.nbytes for info in self._tensors.values())
-
     def info(self, name: str) -> TensorInfo:
         """Raises `CheckpointError` for a tensor that is not there."""
         try:
             return self._tensors[name]
         except KeyError:
             raise fault(self.directory, f"a tensor {name!r}", "none of that name", "is this the right model?") from None
-
-    def tensor(self, name: str) -> np.ndarray:
-        """The whole tensor in a fresh array of its own dtype and shape."""
-        info = self.info(name)
-        raw = np.empty(info.nbytes, np.uint8)
-        self.read_into(name, raw)
-        return raw.view(info.dtype).reshape(info.shape)
 
     def read_into(self, name: str, out: memoryview | np.ndarray, byte_offset: int = 0) -> None:
         """Fills `out` (contiguous, writable) with the tensor's bytes from `byte_offset` on.

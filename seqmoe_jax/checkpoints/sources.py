@@ -1,4 +1,4 @@
-"""Where a model's tensors lie in its checkpoint: parts, a whole model's map, its check."""
+"""Where a model's tensors lie in its checkpoint: the source of one tensor, the map of a whole model, its check."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PACKED = ("uint8", "int8", "float8_e8m0fnu")  # names under which checkpoints st
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A checkpoint tensor of `shape`, or a part: `[expert]` of axis 0, transposed where the file has it so, then every
-    `step`-th of `rows` of that.
+    """A checkpoint tensor of `shape`, or a part of it: row `expert` of axis 0, transposed if the file holds
+    `[in, out]`, and of that every `step`-th of `rows`.
 
-    `packed` tensors hold bytes that are no numbers by themselves: FP4 codes, exponents.
+    `packed` tensors hold bytes that are no numbers by themselves (FP4 codes, exponents), `integers` hold ids.
     """
 
     tensor: str
@@ -49,7 +49,7 @@ class Source:
 
     @property
     def contiguous(self) -> bool:
-        """Whether the part lies in the file as it is wanted."""
+        """Whether the bytes of the part lie in the file one after another, in the order in which they are wanted."""
         return self.step == 1 and not self.transposed
 
     def byte_range(self, itemsize: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Shaped
 
-from pallas_kernels.layout import FP4, FP8_BLOCK, ExpertLayout, Field
+from pallas_kernels.layout import FP8_BLOCK, ExpertLayout, Field
 from seqmoe_jax.checkpoints.fp8 import FP8
 from seqmoe_jax.checkpoints.read import read_part, read_source
 from seqmoe_jax.checkpoints.safetensors import Checkpoint
@@ -28,10 +28,8 @@ from seqmoe_jax.errors import CheckpointError, ConfigError
 from seqmoe_jax.host_memory import Progress, host_view
 
 Pool = tuple[Shaped[Array, "E n"], ...]
-_Work = Callable[[np.ndarray], int]  # writes into the bytes of one layer, returns how many
-FP4_SPREAD = 2.8  # of e2m1 values with uniform codes
+Work = Callable[[np.ndarray], int]  # writes into the bytes of one layer (uint8), returns how many it wrote
 BATCH_BYTES = 32 << 20  # what one thread reads before it looks for more: long enough to be sequential on disk
-FP8_SPREAD = 100.0  # of random e4m3 values: the largest, 448, is 4.5 deviations out, as in a real block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +42,8 @@ class _Job:
     scales: bool  # the field holds the scales of the source, not its values
 
 
-def default_workers() -> int:
+def workers() -> int:
+    """How many threads fill the pool."""
     return min(16, os.cpu_count() or 1)
 
 
@@ -57,7 +56,6 @@ def load_host_pool(
     num_experts: int,
     device: jax.Device,
     progress: Progress | None = None,
-    workers: int | None = None,
 ) -> Pool:
     """Reads every expert into host memory of `device`: `num_layers` (MoE layers) arrays `storage[E, n]`.
 
@@ -83,11 +81,11 @@ def load_host_pool(
             _read_job(checkpoint, names, job, view)
         return sum(job.field.nbytes for job in batch)
 
-    def work(layer: int) -> list[_Work]:
+    def work(layer: int) -> list[Work]:
         return [partial(fill, batch) for batch in _batched(jobs[layer])]
 
     total = sum(job.field.nbytes for layer in jobs for job in layer)
-    return _build(
+    return build_pool(
         layout,
         order,
         work,
@@ -95,82 +93,7 @@ def load_host_pool(
         device=device,
         total=total,
         progress=progress,
-        workers=workers,
     )
-
-
-def random_host_pool(
-    layout: ExpertLayout,
-    num_layers: int,
-    num_experts: int,
-    *,
-    seed: int = 0,
-    scale: float = 1.0,
-    device: jax.Device | None = None,
-    progress: Progress | None = None,
-    workers: int | None = None,
-) -> Pool:
-    """Random weights of deviation `scale / sqrt(fan_in)` at the speed of memory, for presets and benchmarks.
-
-    One random expert is drawn; every other is that one with each field rotated and its signs flipped by a
-    draw of its own, so experts differ and stay finite in every format. The same seed gives the same pool.
-    """
-    rng = np.random.default_rng(seed)
-    templates = [_random_field(layout, field, rng, scale) for field in layout.fields]
-    turns = rng.random((num_layers, num_experts, len(layout.fields)))
-    flips = rng.integers(0, 2, (num_layers, num_experts, len(layout.fields)), dtype=np.uint8)
-
-    def fill(layer: int, expert: int, view: np.ndarray) -> int:
-        for index, (field, template) in enumerate(zip(layout.fields, templates, strict=True)):
-            start = expert * layout.block_bytes + field.offset
-            out = view[start : start + field.nbytes].view(template.dtype)
-            turn = int(turns[layer, expert, index] * template.size)
-            mask = _sign_mask(field, template.dtype) * flips[layer, expert, index]
-            np.bitwise_xor(template[turn:], mask, out=out[: template.size - turn])
-            np.bitwise_xor(template[:turn], mask, out=out[template.size - turn :])
-        return layout.block_bytes
-
-    def work(layer: int) -> list[_Work]:
-        return [partial(fill, layer, expert) for expert in range(num_experts)]
-
-    return _build(
-        layout,
-        range(num_layers),
-        work,
-        num_experts=num_experts,
-        device=device if device is not None else jax.devices()[0],
-        total=num_layers * num_experts * layout.block_bytes,
-        progress=progress,
-        workers=workers,
-    )
-
-
-def _random_field(layout: ExpertLayout, field: Field, rng: np.random.Generator, scale: float) -> np.ndarray:
-    """The bytes of one random field as unsigned integers as wide as its elements, `[prod(shape)]`."""
-    size = math.prod(field.shape)
-    bits = np.dtype(f"u{field.dtype.itemsize}")
-    matrix = field.name.removesuffix("_scale").removesuffix("_bias")
-    deviation = scale / math.sqrt(layout.width if matrix == "down" else layout.hidden)
-    values: np.ndarray
-    if field.name.endswith("_scale") and layout.dtype == FP4:
-        # Exponents next to the one that gives codes, which are uniform, the deviation.
-        return rng.integers(-1, 2, size).astype(np.uint8) + np.uint8(127 + round(math.log2(deviation / FP4_SPREAD)))
-    if field.name.endswith("_scale"):
-        # FP8 values have a deviation of FP8_SPREAD. Scales of real checkpoints spread at least this widely.
-        values = deviation / FP8_SPREAD * rng.uniform(0.8, 1.25, size)
-    elif field.dtype.kind in "iub":
-        return rng.integers(0, 256, size * field.dtype.itemsize, dtype=np.uint8).view(bits)
-    elif field.dtype == FP8:
-        values = np.clip(rng.standard_normal(size, np.float32) * np.float32(FP8_SPREAD), -448, 448)
-    else:
-        values = rng.standard_normal(size, np.float32) * np.float32(deviation)
-    return values.astype(field.dtype).view(bits)
-
-
-def _sign_mask(field: Field, bits: np.dtype) -> np.generic:
-    """The bit that negates an element of `field`; none for scales (they are positive) and packed integers."""
-    signed = field.dtype.kind not in "iub" and not field.name.endswith("_scale")
-    return bits.type(1 << (8 * bits.itemsize - 1) if signed else 0)
 
 
 def allocate_layer(layout: ExpertLayout, num_experts: int, device: jax.Device) -> Shaped[Array, "E n"]:
@@ -188,22 +111,25 @@ def allocate_layer(layout: ExpertLayout, num_experts: int, device: jax.Device) -
     return array.block_until_ready()
 
 
-def _build(
+def build_pool(
     layout: ExpertLayout,
     order: Iterable[int],
-    work: Callable[[int], Iterable[_Work]],
+    work: Callable[[int], Iterable[Work]],
     *,
     num_experts: int,
     device: jax.Device,
     total: int,
     progress: Progress | None,
-    workers: int | None,
 ) -> Pool:
-    """Allocates layers in `order` while threads fill those before: pinning pages takes as long as reading."""
+    """Allocates the layers in `order`, and fills each by the `work` of its index on threads.
+
+    The next layer is allocated meanwhile, since pinning pages takes as long as reading. `total` is for `progress`, in
+    bytes.
+    """
     arrays: dict[int, Array] = {}
     pending: list[Future[int]] = []
     done = 0
-    executor = ThreadPoolExecutor(workers or default_workers(), thread_name_prefix="seqmoe-host-pool")
+    executor = ThreadPoolExecutor(workers(), thread_name_prefix="seqmoe-host-pool")
     try:
         for layer in order:
             arrays[layer] = allocate_layer(layout, num_experts, device)

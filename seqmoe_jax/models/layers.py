@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
@@ -23,6 +25,18 @@ def linear(
     """x W^T + b, the orientation of checkpoints; rounded once."""
     y = einsum("...i,oi->...o", x, w)
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+State = TypeVar("State")  # a pytree of arrays
+
+
+def write_barrier(state: State) -> State:
+    """A cache or ring that was just written to, before anything reads it.
+
+    Without the barrier XLA writes once for the state and once more inside what reads it, and copies the state for that.
+    """
+    written: State = lax.optimization_barrier(state)  # type: ignore[no-untyped-call]
+    return written
 
 
 def mask_inactive(ids: Int[Array, "T K"], active: Bool[Array, " T"]) -> Int[Array, "T K"]:

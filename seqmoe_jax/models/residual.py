@@ -21,7 +21,7 @@ from seqmoe_jax.models.tensors import FLOAT32, Take, Tensor, Tensors
 
 @runtime_checkable
 class Residual(Protocol):
-    """The interface of residuals. `weights` are what it assembles, `mixing` what `enter` found for `leave`."""
+    """The interface of residuals. `weights` are what `assemble` gives, `mixing` is what `enter` hands on to `leave`."""
 
     def tensors(self, hidden: int) -> Tensors:
         """Its tensors by canonical name, as checkpoints hold them."""
@@ -48,7 +48,7 @@ class HyperWeights(NamedTuple):
 
 
 class Mixing(NamedTuple):
-    """What `enter` found for `leave`: the weights of the result for each stream, and the matrix between streams."""
+    """What `enter` hands on to `leave`: the weight of the result for each stream, and the matrix that mixes streams."""
 
     post: Float32[Array, "B T S"]
     streams: Float32[Array, "B T S S"]
@@ -75,7 +75,11 @@ class Add:
 
 @dataclass(frozen=True, kw_only=True)
 class HyperConnection:
-    """iterations: of Sinkhorn and Knopp's normalisation of columns and rows; eps: added to every divisor and gate."""
+    """Hyper-connections of `streams` hidden states per token (hc_mult).
+
+    iterations: how often rows and columns are normalised in turn (Sinkhorn and Knopp; hc_sinkhorn_iters).
+    eps: is added to every divisor and gate.
+    """
 
     streams: int
     iterations: int

@@ -1,7 +1,7 @@
 """Ring buffers over positions: the last W items of a sequence, the item at position p in slot p mod W.
 
-What a causal convolution, a sliding window and a compressor need of the past has this form. Slots are a matter of
-absolute positions, so a ring needs no counter of its own, and rows of a batch may stand at different positions.
+A causal convolution, a sliding window and a compressor keep the past in this form. The slot of an item follows from its
+absolute position, so a ring needs no counter of its own, and rows of a batch may stand at different positions.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
+
+from seqmoe_jax.models.layers import write_barrier
 
 
 def ordered(ring: Float[Array, "B W *item"], start: Int[Array, " B"]) -> Float[Array, "B W *item"]:
@@ -31,7 +33,7 @@ def push(
     """The ring after `items`. Positions `at` of a row are consecutive; invalid items, at its end, leave no trace."""
     width, items = ring.shape[1], items.astype(ring.dtype)
     if items.shape[1] == 1:
-        return lax.optimization_barrier(_push_one(ring, items, at[:, 0], valid[:, 0]))
+        return write_barrier(_push_one(ring, items, at[:, 0], valid[:, 0]))
     start = at[:, 0]
     latest = positions(width, start + valid.sum(axis=1) - 1)
     return _take(jnp.concatenate([ordered(ring, start), items], axis=1), latest - start[:, None] + width)
@@ -43,7 +45,7 @@ def _push_one(
     position: Int[Array, " B"],
     valid: Bool[Array, " B"],
 ) -> Float[Array, "B W *item"]:
-    """In place under donation. The caller's barrier keeps XLA from pushing once more where the ring is read."""
+    """The ring after one item, written in place under donation."""
     slot = position % ring.shape[1]
     if ring.shape[0] > 1:
         rows, outside = jnp.arange(ring.shape[0]), ring.shape[1]

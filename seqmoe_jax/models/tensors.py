@@ -1,7 +1,8 @@
 """What a part of a model says of its dense tensors, so that loading, planning and random weights need not know it.
 
-A part (mixer, router, MLP) lists its tensors by canonical name, as checkpoints hold them, and assembles from them
-the weights that its arithmetic wants.
+Every part (mixer, router, MLP, residual) has two methods. `tensors` lists its tensors as checkpoints hold them, by
+names of this package's own, whatever family they come from. `assemble` makes from them the weights that the part's
+arithmetic wants, for which it calls the `Take` that it is given: the caller decides where tensors come from.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -36,14 +38,25 @@ class Tensor:
 
 
 Tensors = dict[str, Tensor]
-Take = Callable[..., Array]  # canonical names -> the tensor, or several along axis 0 as one
+# Called with names of tensors; gives the tensor of that name, or for several names one array of them along axis 0.
+Take = Callable[..., Array]
+
+
+def take_from(tensor: Callable[[str], Array]) -> Take:
+    """A `Take` of what gives one tensor by its name."""
+
+    def take(*names: str) -> Array:
+        arrays = [tensor(name) for name in names]
+        return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
+
+    return take
 
 
 def below(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
-    """The same tensors under `prefix.`."""
+    """The tensors of a part within the whole that holds it: each name with `prefix.` before it."""
     return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
 
 
 def take_below(prefix: str, take: Take) -> Take:
-    """`take` for names under `prefix.`."""
+    """The `Take` for a part whose names stand in `take` with `prefix.` before them; the counterpart of `below`."""
     return lambda *names: take(*(f"{prefix}.{name}" for name in names))

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from seqmoe_jax.checkpoints.names import check_names, names_of
+from seqmoe_jax.checkpoints.names import names_of
 from seqmoe_jax.checkpoints.read import iter_dense, read_part, read_source
 from seqmoe_jax.checkpoints.safetensors import Checkpoint, open_checkpoint
-from seqmoe_jax.checkpoints.sources import Source
+from seqmoe_jax.checkpoints.sources import Source, check_names
 from seqmoe_jax.errors import CheckpointError, ConfigError
 from seqmoe_jax.models.families import spec_from_config
 
@@ -129,26 +129,15 @@ def test_every_fault_is_in_one_line(tmp_path: Path):
 def fp8_checkpoint(directory: Path, block: int, *, scales: bool = True) -> tuple[Checkpoint, dict[str, Any]]:
     quantization = {"quant_method": "fp8", "weight_block_size": [block, block]}
     config = CONFIG | {"quantization_config": quantization}
-    header: dict[str, Any] = {}
-    data = b""
-
-    def add(name: str, code: str, array: np.ndarray) -> None:
-        nonlocal data
-        offsets = [len(data), len(data) + array.nbytes]
-        header[name] = {"dtype": code, "shape": array.shape, "data_offsets": offsets}
-        data += array.tobytes()
-
+    arrays: dict[str, np.ndarray] = {}
     for name, array in tensors(config).items():
-        if not name.endswith("_proj.weight"):
-            add(name, "F32", array)
-            continue
-        add(name, "F8_E4M3", array.astype(ml_dtypes.float8_e4m3fn))
-        if scales:
+        fp8 = name.endswith("_proj.weight")
+        arrays[name] = array.astype(ml_dtypes.float8_e4m3fn) if fp8 else array
+        if fp8 and scales:
             grid = tuple(-(-size // block) for size in array.shape)
             values = np.random.default_rng(1).uniform(1, 2, grid)
-            add(name + "_scale_inv", "BF16", values.astype(ml_dtypes.bfloat16))
-    text = json.dumps(header).encode()
-    (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+            arrays[name + "_scale_inv"] = values.astype(ml_dtypes.bfloat16)
+    save_file(arrays, directory / "model.safetensors")
     return open_checkpoint(directory), config
 
 
@@ -157,8 +146,8 @@ def test_fp8_scales_are_found_and_applied(tmp_path: Path):
     names = names_of(spec_from_config(config), checkpoint.names)
     check_names(checkpoint, names)
     source = names.experts[0][1]["down"]
-    weight = checkpoint.tensor(source.tensor).astype(np.float32)
-    scale = checkpoint.tensor(source.tensor + "_scale_inv").astype(np.float32)
+    weight = read_part(checkpoint, source).astype(np.float32)
+    scale = read_part(checkpoint, names.scale_source(source)).astype(np.float32)
     expected = weight * np.kron(scale, np.ones((4, 4), np.float32))[:16, :8]
     np.testing.assert_array_equal(read_source(checkpoint, names, source, np.float32), expected)
 

@@ -18,7 +18,7 @@ from safetensors import deserialize, serialize
 from safetensors.numpy import save_file
 
 from seqmoe_jax.checkpoints.header import DTYPES
-from seqmoe_jax.checkpoints.safetensors import INDEX, SINGLE, open_checkpoint
+from seqmoe_jax.checkpoints.safetensors import INDEX, SINGLE, Checkpoint, open_checkpoint
 from seqmoe_jax.errors import CheckpointError
 
 WRITABLE = {
@@ -73,6 +73,13 @@ def write(directory: Path, content: bytes, name: str = SINGLE) -> Path:
     return directory
 
 
+def read_tensor(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    info = checkpoint.info(name)
+    out = np.empty(info.shape, info.dtype)
+    checkpoint.read_into(name, out)
+    return out
+
+
 def complains(directory: Path, *words: str) -> str:
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(directory)
@@ -102,7 +109,7 @@ def test_agrees_with_the_safetensors_package_on_every_dtype(scratch: Path, tenso
     with open_checkpoint(write(scratch, blob)) as checkpoint:
         assert checkpoint.names == theirs.keys()
         for name, entry in theirs.items():
-            info, ours = checkpoint.info(name), checkpoint.tensor(name)
+            info, ours = checkpoint.info(name), read_tensor(checkpoint, name)
             assert DTYPES[entry["dtype"]] == info.dtype == ours.dtype
             assert tuple(entry["shape"]) == info.shape == ours.shape
             assert ours.tobytes() == bytes(entry["data"])
@@ -115,8 +122,7 @@ def test_reads_what_the_numpy_api_saved(tmp_path: Path):
     save_file(arrays, tmp_path / SINGLE)
     with open_checkpoint(tmp_path) as checkpoint:
         for name, array in arrays.items():
-            np.testing.assert_array_equal(checkpoint.tensor(name), array)
-            assert checkpoint.tensor(name).flags.writeable
+            np.testing.assert_array_equal(read_tensor(checkpoint, name), array)
 
 
 def check_all(directory: Path, blob: bytes) -> None:
@@ -125,7 +131,7 @@ def check_all(directory: Path, blob: bytes) -> None:
         with open_checkpoint(directory) as checkpoint:
             for name in checkpoint.names:
                 info = checkpoint.info(name)
-                assert checkpoint.tensor(name).tobytes() == blob[info.offset : info.offset + info.nbytes]
+                assert read_tensor(checkpoint, name).tobytes() == blob[info.offset : info.offset + info.nbytes]
             assert sum(checkpoint.info(name).nbytes for name in checkpoint.names) <= len(blob)
     except CheckpointError as error:
         line = str(error)
@@ -230,9 +236,9 @@ def test_a_file_cut_after_it_was_opened(tmp_path: Path):
     blob = raw_file(*two_tensors())
     checkpoint = open_checkpoint(write(tmp_path, blob))
     os.truncate(tmp_path / SINGLE, len(blob) - 1)
-    assert checkpoint.tensor("a").shape == (2, 3)
+    assert read_tensor(checkpoint, "a").shape == (2, 3)
     with pytest.raises(CheckpointError, match=r"expected data up to byte \d+, got its end at byte"):
-        checkpoint.tensor("b")
+        read_tensor(checkpoint, "b")
 
 
 def test_read_into_a_range(tmp_path: Path):
@@ -252,7 +258,7 @@ def test_read_into_a_range(tmp_path: Path):
         checkpoint.info("c")
     checkpoint.close()
     with pytest.raises(CheckpointError, match="closed"):
-        checkpoint.tensor("a")
+        read_tensor(checkpoint, "a")
 
 
 def shards(directory: Path, weight_map: object, **more: object) -> Path:
@@ -265,8 +271,7 @@ def shards(directory: Path, weight_map: object, **more: object) -> Path:
 def test_shards(tmp_path: Path):
     with open_checkpoint(shards(tmp_path, {"a": "a.safetensors", "b": "b.safetensors"})) as checkpoint:
         assert checkpoint.names == {"a", "b"}
-        assert checkpoint.nbytes == 6
-        assert checkpoint.tensor("b").tolist() == [98] * 3
+        assert read_tensor(checkpoint, "b").tolist() == [98] * 3
 
 
 def test_shards_may_be_links_as_in_the_hugging_face_cache(tmp_path: Path):
@@ -276,7 +281,7 @@ def test_shards_may_be_links_as_in_the_hugging_face_cache(tmp_path: Path):
     for name in ("a.safetensors", "b.safetensors", INDEX):
         (tmp_path / "snapshot" / name).symlink_to(f"../blobs/{name}")
     with open_checkpoint(tmp_path / "snapshot") as checkpoint:
-        assert checkpoint.tensor("a").tolist() == [97] * 3
+        assert read_tensor(checkpoint, "a").tolist() == [97] * 3
 
 
 @pytest.mark.parametrize(
@@ -328,4 +333,4 @@ def test_bfloat16_values(tmp_path: Path):
     header = {"x": {"dtype": "BF16", "shape": [3], "data_offsets": [0, 6]}}
     checkpoint = open_checkpoint(write(tmp_path, raw_file(header, values.tobytes())))
     assert re.fullmatch("bfloat16", checkpoint.info("x").dtype.name)
-    assert checkpoint.tensor("x").tolist() == values.tolist()
+    assert read_tensor(checkpoint, "x").tolist() == values.tolist()

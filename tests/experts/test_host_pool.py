@@ -19,12 +19,14 @@ from safetensors.numpy import save_file
 from pallas_kernels.fused_moe.swiglu import unpack_weight
 from pallas_kernels.layout import FP4, FP8, ExpertLayout, swiglu_layout
 from scripts.checks.random_checkpoint import make_config, write_checkpoint
-from seqmoe_jax.checkpoints.names import check_names, names_of
+from seqmoe_jax.checkpoints.names import names_of
 from seqmoe_jax.checkpoints.read import read_part, read_source
 from seqmoe_jax.checkpoints.safetensors import Checkpoint, open_checkpoint
-from seqmoe_jax.checkpoints.sources import NameMap
+from seqmoe_jax.checkpoints.sources import NameMap, check_names
 from seqmoe_jax.errors import CheckpointError, ConfigError
-from seqmoe_jax.experts.host_pool import allocate_layer, load_host_pool, random_host_pool
+from seqmoe_jax.experts import host_pool
+from seqmoe_jax.experts.host_pool import allocate_layer, load_host_pool
+from seqmoe_jax.experts.random_pool import random_host_pool
 from seqmoe_jax.host_memory import host_view
 from seqmoe_jax.models.families import spec_from_config
 
@@ -81,7 +83,7 @@ def test_every_expert_is_packed_as_its_layout_says(tmp_path: Path, stored: str, 
     checkpoint, names = written(tmp_path, stored, block=block)
     layout = swiglu_layout(hidden=HIDDEN, width=WIDTH, dtype=dtype)
     steps: list[tuple[int, int]] = []
-    pool = load(checkpoint, names, layout, progress=lambda done, total: steps.append((done, total)), workers=3)
+    pool = load(checkpoint, names, layout, progress=lambda done, total: steps.append((done, total)))
     assert len(pool) == LAYERS
     for layer, array in enumerate(pool):
         assert array.shape == (EXPERTS, layout.block_elems)
@@ -224,7 +226,7 @@ def test_a_view_keeps_its_array_alive():
 
 
 @pytest.mark.parametrize("dtype", [FP8, BF16, np.dtype(np.float32)], ids=str)
-def test_random_pool(dtype: np.dtype):
+def test_random_pool(dtype: np.dtype, monkeypatch: pytest.MonkeyPatch):
     layout = swiglu_layout(hidden=256, width=384, dtype=dtype)
     pool = random_host_pool(layout, 2, 3, seed=1, scale=2.0)
     experts = {}
@@ -241,7 +243,8 @@ def test_random_pool(dtype: np.dtype):
             assert abs(values.mean()) < 0.02 * values.std()
         experts.update({(layer, expert): np.asarray(rows[expert]).tobytes() for expert in range(3)})
     assert len(set(experts.values())) == 6
-    again = random_host_pool(layout, 2, 3, seed=1, scale=2.0, workers=1)
+    monkeypatch.setattr(host_pool, "workers", lambda: 1)
+    again = random_host_pool(layout, 2, 3, seed=1, scale=2.0)
     assert np.asarray(read_row(again[1], jnp.int32(2))).tobytes() == experts[1, 2]
     other = random_host_pool(layout, 2, 3, seed=2, scale=2.0)
     assert np.asarray(read_row(other[1], jnp.int32(2))).tobytes() != experts[1, 2]

@@ -29,7 +29,7 @@ def in_query_blocks(attend: Callable[..., Float[Array, "B t *out"]], *queries: A
 def softmax(
     scores: Float32[Array, "B *heads T C"], sinks: Float[Array, "*heads"] | None = None
 ) -> Float32[Array, "B *heads T C"]:
-    """Softmax over the last axis; where there are sinks, one more score per head takes its share away."""
+    """Softmax over the last axis. With sinks, one more score per head takes part in it and its weight is dropped."""
     if sinks is None:
         return jax.nn.softmax(scores, axis=-1)
     sink = sinks.astype(jnp.float32)[..., None, None]

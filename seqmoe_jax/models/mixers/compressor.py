@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from seqmoe_jax.models import ring
-from seqmoe_jax.models.layers import einsum, linear
+from seqmoe_jax.models.layers import einsum, linear, write_barrier
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.rope import Rope
 from seqmoe_jax.models.tensors import FLOAT32, Take, Tensor, Tensors, below, take_below
@@ -103,8 +103,7 @@ class Compressor:
             windows = self._windows(state.tokens, new, positions[:, 0])
         index = first + jnp.arange(windows.shape[1], dtype=jnp.int32)
         entries = self._pool(windows, index, weights).astype(state.entries.dtype)
-        # Behind the barrier, or XLA writes once more inside what reads the entries, and copies them.
-        return CompressorState(tokens, lax.optimization_barrier(_write(state.entries, entries, index)))
+        return CompressorState(tokens, write_barrier(_write(state.entries, entries, index)))
 
     def _windows(
         self, past: Float[Array, "B SM CG"], new: Float[Array, "B T CG"], start: Int[Array, " B"]
@@ -149,9 +148,12 @@ class IndexerWeights(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Indexer:
-    """Scores entries for every position by `heads` small queries over compressed keys of its own:
+    """Scores entries for every position by `num_heads` small queries over compressed keys of its own:
 
-    score(t, i) = sum_h w_h(t) relu(q_h(t) . k_i), scaled by heads^-1/2 and dim^-1/2. The `best` visible are kept.
+    score(t, i) = sum_h w_h(t) relu(q_h(t) . k_i), scaled by num_heads^-1/2 and head_dim^-1/2. Attention sees the
+    `top_k` visible entries with the highest scores.
+
+    Shapes: I heads, J = the compressor's head_dim.
     """
 
     num_heads: int
@@ -177,7 +179,7 @@ class Indexer:
         positions: Int[Array, "B T"],
         weights: IndexerWeights,
     ) -> tuple[Float[Array, "B T I J"], Float32[Array, "B T I"]]:
-        """Queries with their positions, and what each head counts."""
+        """Rotated queries, and the weight of each head."""
         q = linear(latent, weights.q_b).reshape(*x.shape[:2], self.num_heads, -1)
         share = (
             linear(x, weights.weights_proj).astype(jnp.float32) * (self.num_heads * self.compressor.head_dim) ** -0.5

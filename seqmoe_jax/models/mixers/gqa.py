@@ -1,7 +1,7 @@
 """Grouped-query softmax attention, over all of the past or a sliding window of it.
 
-Shapes: B sequences, T positions of each, H hidden, N query heads, G key/value heads, R = N / G, D head size,
-C positions that the cache holds.
+Shapes: B sequences, T positions of each, H hidden, N query heads (num_heads), G key/value heads (num_kv_heads),
+R = N / G, D = head_dim, C positions that the cache holds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from seqmoe_jax.models import ring
-from seqmoe_jax.models.layers import einsum, linear
+from seqmoe_jax.models.layers import einsum, linear, write_barrier
 from seqmoe_jax.models.mixers.attend import QUERY_BLOCK, in_query_blocks, softmax
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.rope import Rope
@@ -52,7 +52,7 @@ class GQA:
     clip_qkv: queries, keys and values are clipped to +-clip_qkv after that.
     sliding_window: a position sees itself and the `sliding_window - 1` before it; None: all.
     output_gate: a head's output is multiplied by the sigmoid of a gate; rows of each head in `q` are query, then gate.
-    sinks: a learned score per head joins the softmax and takes its share to nowhere (arXiv 2309.17453).
+    sinks: a learned score per head joins the softmax, and the weight that it gets is dropped (arXiv 2309.17453).
     """
 
     num_heads: int
@@ -123,12 +123,11 @@ class GQA:
         q, k, v, gate = self._project(x, positions, weights)
         if self.sliding_window is None:
             # What padding writes lies behind every valid position, so it is masked until a later token overwrites it.
-            # Behind the barrier, or XLA writes once for the cache and once more inside what reads it, and copies it.
-            state = lax.optimization_barrier(_write(state, k, v, positions))
+            state = write_barrier(_write(state, k, v, positions))
             out = self._attend_in_blocks(q, state, positions, jnp.arange(state.k.shape[2])[None], weights.sinks)
         elif x.shape[1] == 1:
             held = state.k.shape[2]
-            state = lax.optimization_barrier(_write(state, k, v, positions % held))
+            state = write_barrier(_write(state, k, v, positions % held))
             out = self._attend_in_blocks(q, state, positions, ring.positions(held, positions[:, 0]), weights.sinks)
         else:
             # A chunk may overwrite positions that its own first queries see: read first, then write.
@@ -142,7 +141,7 @@ class GQA:
     def _project(
         self, x: Float[Array, "B T H"], positions: Int[Array, "B T"], weights: GQAWeights
     ) -> tuple[Float[Array, "B T N D"], Float[Array, "B T G D"], Float[Array, "B T G D"], Float[Array, "B T gates"]]:
-        """Queries, keys, values, normed and with their positions; the output gates (no columns if there are none)."""
+        """Queries, keys and values, normed and rotated, and the output gates (no columns if there are none)."""
         n, g, d = self.num_heads, self.num_kv_heads, self.head_dim
         ends = [n * d, (n + g) * d, (n + 2 * g) * d]
         q, k, v, gate = jnp.split(linear(x, weights.qkv, weights.qkv_bias), ends, axis=-1)

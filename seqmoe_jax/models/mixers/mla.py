@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from seqmoe_jax.models.layers import einsum, linear
+from seqmoe_jax.models.layers import einsum, linear, write_barrier
 from seqmoe_jax.models.mixers.attend import QUERY_BLOCK, in_query_blocks, softmax
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.rope import Rope
@@ -125,8 +125,7 @@ class MLA:
         key = self.rope(key[:, :, None], positions)[:, :, 0]
         new = jnp.concatenate([self.norm(latent, weights.kv_norm), key], axis=-1)
         # What padding writes lies behind every valid position, so it is masked until a later token overwrites it.
-        # Behind the barrier, or XLA writes once for the cache and once more inside what reads it, and copies it.
-        cache = lax.optimization_barrier(_write(state.latent, new, positions))
+        cache = write_barrier(_write(state.latent, new, positions))
         mixed = in_query_blocks(lambda q, at: self._attend(q, at, cache), q, positions)
         out = einsum("btnl,nvl->btnv", mixed, weights.v_b).astype(x.dtype)
         return linear(out.reshape(*x.shape[:2], -1), weights.o), MLAState(cache)
@@ -150,7 +149,7 @@ class MLA:
         scores = einsum("bcd,btnd->bcnt", cache, q).transpose(0, 2, 3, 1) * self.scale
         visible = jnp.arange(cache.shape[1]) <= positions[:, None, :, None]
         weights = softmax(jnp.where(visible, scores, -jnp.inf)).astype(q.dtype)
-        # Over the rotary keys too, whose sum is dropped: a part of the cache would have to be copied first.
+        # The rotary keys are summed too and their sum is dropped: to leave them out, XLA would copy the rest first.
         return einsum("bntc,bcd->btnd", weights, cache)[..., : self.kv_lora_rank].astype(q.dtype)
 
 
