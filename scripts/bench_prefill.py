@@ -20,8 +20,9 @@ import jax
 import numpy as np
 
 from seqmoe_jax.compilation import enable_compilation_cache
-from seqmoe_jax.engine import Model, TokenEngine
+from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.loading import random_model
+from seqmoe_jax.models.model import Model
 from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.presets import preset_path
 

@@ -41,7 +41,7 @@ from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.options import THRESHOLD, EngineOptions, SamplingConfig, check_policy
 from seqmoe_jax.prefetch.link import LiveLink
 from seqmoe_jax.presets import preset_path
-from seqmoe_jax.sampling import SamplingConfig, SamplingParams
+from seqmoe_jax.sampling import SamplingParams
 
 # What XLA asks of a device that is not there; sizes of an H200.
 H200 = """

@@ -30,7 +30,7 @@ from seqmoe_jax.experts.policy import rule_of
 from seqmoe_jax.forecast.trained import TrainedPredictor
 from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, parse_bytes, plan_memory
 from seqmoe_jax.models.fused import DecodeKernels, unfit
-from seqmoe_jax.models.model import Model as Model
+from seqmoe_jax.models.model import Model
 from seqmoe_jax.models.weights import ModelWeights
 from seqmoe_jax.options import EngineOptions, SamplingConfig, check_policy
 from seqmoe_jax.prefetch.engine import TransferCounts

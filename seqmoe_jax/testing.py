@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from seqmoe_jax.api import Engine
-from seqmoe_jax.engine import Model, TokenEngine
+from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.forecast.trained import TrainedPredictor
 from seqmoe_jax.loading import random_model
+from seqmoe_jax.models.model import Model
 from seqmoe_jax.options import EngineKeywords, EngineOptions
 from seqmoe_jax.text import ByteTokenizer
 

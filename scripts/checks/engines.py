@@ -29,8 +29,8 @@ from scripts.checks.faults import Faults, injected
 from seqmoe_jax.compilation import enable_compilation_cache
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import SeqMoEError
+from seqmoe_jax.forecast.trained import TrainedPredictor
 from seqmoe_jax.loading import find_and_load_predictor, load_model
-from seqmoe_jax.models.model import Predictor
 from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.prefetch.engine import ENGINES, TransferCounts
 from seqmoe_jax.text import open_tokenizer
@@ -153,7 +153,9 @@ def main() -> int:
         if names and predictor is None:
             parser.error(f"{args.model} has no predictor that ships: give --engines without names to check policies")
         full = TokenEngine(model, EngineOptions(policy="full", residency=1.0), announce=announce)
-        settings: list[tuple[dict[str, Any], Predictor | None]] = [({"policy": name}, None) for name in args.policies]
+        settings: list[tuple[dict[str, Any], TrainedPredictor | None]] = [
+            ({"policy": name}, None) for name in args.policies
+        ]
         settings += [({"transfers": name}, predictor) for name in names]
         engines = [
             TokenEngine(model, EngineOptions(residency=args.residency, **chosen), predictor=used, announce=announce)

@@ -21,7 +21,7 @@ from seqmoe_jax.prefetch.compiled import address_of
 from seqmoe_jax.prefetch.device_put import DevicePut
 from seqmoe_jax.prefetch.dma import Dma
 from seqmoe_jax.prefetch.engine import TransferEngine
-from seqmoe_jax.prefetch.link import Link
+from seqmoe_jax.prefetch.link import StagedLink
 from seqmoe_jax.prefetch.worker import TAG_BYTES
 
 FAILED = 700  # the status of a copy that fails
@@ -107,9 +107,8 @@ def _put_with(faults: Faults, put: Any) -> Any:
 
 
 def _link_with(faults: Faults, link: Any) -> Any:
-    def faulty() -> Link:
-        given: Link = link()
-        assert given.arrivals is not None
+    def faulty() -> StagedLink:
+        given: StagedLink = link()
         tags = [-tag if tag > 0 and faults.drops() else tag for tag in np.array(given.arrivals.tag)]
         there = jax.device_put(np.array(tags, np.int32), given.arrivals.tag.sharding)
         return given._replace(arrivals=given.arrivals._replace(tag=there))

@@ -14,8 +14,9 @@ from pallas_kernels.backend import Implementation
 from seqmoe_jax.bench.profile import profile_steps
 from seqmoe_jax.bench.settings import Setting
 from seqmoe_jax.decode.replay import Replay
-from seqmoe_jax.engine import Model, TokenEngine
+from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.forecast.trained import TrainedPredictor
+from seqmoe_jax.models.model import Model
 from seqmoe_jax.options import SamplingConfig
 
 PROMPT = 128  # tokens

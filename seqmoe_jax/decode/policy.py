@@ -18,10 +18,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from pallas_kernels.plan_tasks import SLOT, PlanConfig, plan_tasks
 from seqmoe_jax.decode.state import Offload
 from seqmoe_jax.experts.cache import CacheConfig, rescore
-from seqmoe_jax.experts.policy import Policy
 from seqmoe_jax.forecast import forecaster, history
 from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.forecast.forecaster import Forecast
+from seqmoe_jax.options import Policy
 from seqmoe_jax.prefetch.link import Link
 
 Tasks = Int32[Array, "5 N"] | None  # a plan (`plan_tasks`); None where nothing is prefetched

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from pallas_kernels.slot_update import Rule
-from seqmoe_jax.options import Policy as Policy
-from seqmoe_jax.options import check_policy as check_policy
+from seqmoe_jax.options import Policy
 
 POLICIES: dict[Policy, str] = {
     "seqmoe": "evict what the forecast needs least",

@@ -56,7 +56,7 @@ def moe_prefill(
     used = count_tokens(ids, config.experts) > 0
     group = min(config.experts, config.slots)
 
-    def run_group(index, carry):
+    def run_group(index: Int[Array, ""] | int, carry: tuple[SlotCache, Array, Array]) -> tuple[SlotCache, Array, Array]:
         cache, out, counts = carry
         members = index * group + jnp.arange(group, dtype=jnp.int32)
         wanted = (members < config.experts) & used[jnp.minimum(members, config.experts - 1)]

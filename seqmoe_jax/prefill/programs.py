@@ -232,7 +232,7 @@ def end_pass(
     if config is None or predictor is None:
         return last, routing, state
 
-    def read_chunk(n, carry):
+    def read_chunk(n: Int[Array, ""], carry: tuple[dict[str, Any], Array]) -> tuple[dict[str, Any], Array]:
         state, routing = carry
         return _read_chunk(predictor, state, routing, stream, tokens, n * width, config, width)
 

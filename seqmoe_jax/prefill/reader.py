@@ -14,10 +14,11 @@ from jaxtyping import Array, Bool, Float32, Int32
 from seqmoe_jax.decode.replay import Replay
 from seqmoe_jax.decode.state import Offload, Sequences
 from seqmoe_jax.experts.cache import CacheConfig
-from seqmoe_jax.experts.policy import Policy, prompt_rule_of
+from seqmoe_jax.experts.policy import prompt_rule_of
 from seqmoe_jax.forecast.trained import TrainedPredictor
 from seqmoe_jax.models.mixers import State
 from seqmoe_jax.models.model import Model
+from seqmoe_jax.options import Policy
 from seqmoe_jax.prefill.lengths import Chunk, chunk_length, passes_of
 from seqmoe_jax.prefill.programs import (
     Reading,
