@@ -3,5 +3,5 @@
 `gpu.decode_attention`; the reference is the mixer that it serves, `seqmoe_jax.models.mixers.gqa.GQA.apply`.
 """
 
-from pallas_kernels.decode_attention.config import Config as Config
+from pallas_kernels.decode_attention.config import DecodeAttentionConfig as DecodeAttentionConfig
 from pallas_kernels.decode_attention.config import Heads as Heads

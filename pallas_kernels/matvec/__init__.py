@@ -3,4 +3,4 @@
 The reference is what it replaces: `linear(norm(x), w)` of `seqmoe_jax.models.layers` in plain XLA.
 """
 
-from pallas_kernels.matvec.config import Config as Config
+from pallas_kernels.matvec.config import MatvecConfig as MatvecConfig

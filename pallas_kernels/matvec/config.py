@@ -8,7 +8,7 @@ MAX_BATCH = 8  # vectors that a program holds beside its rows of the matrix
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class MatvecConfig:
     """A program makes `rows` outputs of every vector in `warps` warps, reading whole rows at once, in pieces of at most
     `cols` columns. All powers of two."""
 
@@ -23,7 +23,7 @@ class Config:
                 raise ValueError(f"matvec config: {name} must be a power of two, got {value}")
 
 
-def default_config(width: int, itemsize: int) -> Config:
+def default_config(width: int, itemsize: int) -> MatvecConfig:
     """Block shapes for rows of `width` elements: programs of 16 KiB, 128 bytes of them in flight a thread.
 
     Four warps for what one could hold: a program also norms its vectors, and with a fourth of their elements a thread
@@ -33,4 +33,4 @@ def default_config(width: int, itemsize: int) -> Config:
     cols = 1 << min(11, max(4, (width - 1).bit_length()))
     rows = 4 if width * itemsize <= 4096 else 2
     warps = -(-rows * width * itemsize // (32 * 128))
-    return Config(rows=rows, cols=cols, warps=min(8, 1 << (warps - 1).bit_length()))
+    return MatvecConfig(rows=rows, cols=cols, warps=min(8, 1 << (warps - 1).bit_length()))

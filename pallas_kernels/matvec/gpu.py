@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.fused_moe import tiles
-from pallas_kernels.matvec.config import MAX_BATCH, Config, default_config
+from pallas_kernels.masks import both, bound, load
+from pallas_kernels.matvec.config import MAX_BATCH, MatvecConfig, default_config
 from pallas_kernels.norm import Norm
 
 
@@ -36,7 +36,7 @@ def matvec(
     residual_scale: float = 1.0,
     addend: Float32[Array, "B I"] | None = None,
     dtype: jnp.dtype | None = None,
-    config: Config | None = None,
+    config: MatvecConfig | None = None,
     name: str = "matvec",
     interpret: bool = False,
 ) -> Product:
@@ -80,7 +80,7 @@ def matvec(
 
 def _kernel(
     x_ref: Any, w_ref: Any, *refs: Any, norm: Norm | None, biased: bool, kept: bool, scale: float, added: bool,
-    config: Config,
+    config: MatvecConfig,
 ) -> None:  # fmt: skip
     rest = list(refs)
     bias_ref = rest.pop(0) if biased else None
@@ -97,22 +97,22 @@ def _kernel(
 
     (batch, width), outputs = x_ref.shape, w_ref.shape[0]
     row = pl.program_id(0) * config.rows
-    below = tiles.bound(row, config.rows, outputs)
+    below = bound(row, config.rows, outputs)
     starts = range(0, width, config.cols)
-    inside = [tiles.bound(start, config.cols, width) for start in starts]
+    inside = [bound(start, config.cols, width) for start in starts]
     rows, columns = pl.ds(row, config.rows), [_span(start, config.cols, width) for start in starts]
     # First of all, so that they are under way while the vectors are normed.
     matrix = [
-        tiles.load(w_ref.at[rows, span], tiles.both(below, mask, (config.rows, config.cols)))
+        load(w_ref.at[rows, span], both(below, mask, (config.rows, config.cols)))
         for span, mask in zip(columns, inside, strict=True)
     ]
     factors = []
     if norm_ref is not None:
-        factors = [tiles.load(norm_ref.at[span], mask) for span, mask in zip(columns, inside, strict=True)]
+        factors = [load(norm_ref.at[span], mask) for span, mask in zip(columns, inside, strict=True)]
     for b in map(jnp.int32, range(batch)):  # the lowering takes no literal among the indices of a load
-        pieces = [tiles.load(x_ref.at[b, span], mask) for span, mask in zip(columns, inside, strict=True)]
+        pieces = [load(x_ref.at[b, span], mask) for span, mask in zip(columns, inside, strict=True)]
         if addend_ref is not None:
-            sums = [tiles.load(addend_ref.at[b, span], mask) for span, mask in zip(columns, inside, strict=True)]
+            sums = [load(addend_ref.at[b, span], mask) for span, mask in zip(columns, inside, strict=True)]
             pieces = [_sum(piece, part.astype(piece.dtype)) for piece, part in zip(pieces, sums, strict=True)]
             keep(more[-1], b, pieces)
         if norm is not None:
@@ -130,11 +130,11 @@ def _kernel(
         ]
         total = jnp.sum(_add_up(products), axis=1)
         if bias_ref is not None:
-            total += tiles.load(bias_ref.at[rows], below).astype(jnp.float32)
+            total += load(bias_ref.at[rows], below).astype(jnp.float32)
         total = total.astype(out_ref.dtype)
         if residual_ref is not None:
             scaled = total if scale == 1 else (total.astype(jnp.float32) * scale).astype(total.dtype)
-            total = _sum(tiles.load(residual_ref.at[b, rows], below), scaled)
+            total = _sum(load(residual_ref.at[b, rows], below), scaled)
         plgpu.store(out_ref.at[b, rows], total, mask=below)
 
 

@@ -20,7 +20,7 @@ from pallas_kernels.backend import check_addressable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class MissLoadConfig:
     """How one expert is divided."""
 
     programs: int = 16  # per expert
@@ -66,12 +66,12 @@ def miss_load_gpu(
     experts: Int[Array, " M"],
     dst: Int[Array, " M"],
     *,
-    config: Config | None = None,
+    config: MissLoadConfig | None = None,
     interpret: bool = False,
 ) -> Shaped[Array, "S n"]:
     """See `miss_load`."""
     check_addressable(slots=slots, pool=pool)
-    config = config or Config()
+    config = config or MissLoadConfig()
     division = Division.of(slots, programs=config.programs, piece_bytes=config.piece_bytes)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(

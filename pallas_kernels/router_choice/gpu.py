@@ -11,9 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from pallas_kernels.masks import OUTSIDE
 from pallas_kernels.router_choice.config import Choice, Recorded
-
-OUTSIDE = 1 << 30  # index of no expert
 
 
 def router_choice(

@@ -81,16 +81,16 @@ def heads_of(mixer: GQA) -> Heads:
     """The mixer in the kernel's terms."""
     rope = mixer.rope
     return Heads(
-        count=mixer.heads,
-        kv=mixer.kv_heads,
-        dim=mixer.head_dim,
+        num_heads=mixer.heads,
+        num_kv_heads=mixer.kv_heads,
+        head_dim=mixer.head_dim,
         scale=mixer.scale,
         norm=mixer.norm if mixer.qk_norm else None,
         norm_over=mixer.qk_norm or "head",
         clip=mixer.clip,
-        turned=rope.dims,
-        turn_from=0 if rope.part == "first" else mixer.head_dim - rope.dims,
-        turn_layout=rope.layout,
+        rotary_dim=rope.dims,
+        rotary_offset=0 if rope.part == "first" else mixer.head_dim - rope.dims,
+        rotary_layout=rope.layout,
     )
 
 

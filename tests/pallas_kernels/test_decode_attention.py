@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from lowering import lower_for
 
-from pallas_kernels.decode_attention import Config
+from pallas_kernels.decode_attention import DecodeAttentionConfig
 from pallas_kernels.decode_attention.gpu import decode_attention
 from seqmoe_jax.models.fused import heads_of
 from seqmoe_jax.models.mixers.gqa import GQA, KV, GQAWeights
@@ -18,7 +18,7 @@ from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.rope import Rope
 
 NORM, ROPE = RMSNorm(eps=1e-6), Rope(theta=10000.0, dims=32)
-SMALL = Config(tile=16, splits=4)  # several tiles a program at few positions
+SMALL = DecodeAttentionConfig(tile=16, splits=4)  # several tiles a program at few positions
 KINDS = {
     "qwen": {"qk_norm": "head"},
     "llama": {"rope": Rope(theta=10000.0, dims=16)},

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from lowering import lower_for
 
-from pallas_kernels.matvec import Config
+from pallas_kernels.matvec import MatvecConfig
 from pallas_kernels.matvec.gpu import matvec
 from seqmoe_jax.models.layers import linear
 from seqmoe_jax.models.norms import RMSNorm
@@ -50,7 +50,7 @@ def test_a_vector_alone_gives_what_it_gives_among_others():
         np.testing.assert_array_equal(np.float32(run(a["x"][b : b + 1]).out[0]), np.float32(together[b]))
 
 
-@pytest.mark.parametrize("config", [Config(rows=4, cols=32, warps=1), Config(rows=1, cols=256, warps=2)])
+@pytest.mark.parametrize("config", [MatvecConfig(rows=4, cols=32, warps=1), MatvecConfig(rows=1, cols=256, warps=2)])
 def test_block_shapes_change_nothing_but_the_order_of_sums(config):
     a = arrays(2, 30, 200, "float32")
     expected = matvec(a["x"], a["w"], interpret=True).out
@@ -62,7 +62,7 @@ def test_unfit_inputs_are_refused():
     with pytest.raises(ValueError, match=r"expected x\[B, 32\] with B of 1 to 8, got x\[9, 32\]"):
         matvec(jnp.zeros((9, 32)), jnp.zeros((4, 32)))
     with pytest.raises(ValueError, match="power of two"):
-        Config(rows=3)
+        MatvecConfig(rows=3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
