@@ -1,4 +1,4 @@
-"""What the attention kernels are told at compile time."""
+"""What the operation is told at compile time, what the kernels cover, and their block shapes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Heads:
     rotary_offset: int
     rotary_layout: Literal["half", "pairs"]
 
-    @property
-    def unfit(self) -> str | None:
-        """Why the kernel cannot do it, if so."""
-        if self.head_dim < 16 or self.head_dim > 256 or self.head_dim & (self.head_dim - 1):
-            return f"heads of {self.head_dim} (a power of two from 16 to 256 is needed)"
+
+def unfit_heads(heads: Heads) -> str | None:
+    """Why the kernel cannot do it, if so."""
+    if heads.head_dim in (16, 32, 64, 128, 256):
         return None
+    return f"heads of {heads.head_dim} (a power of two from 16 to 256 is needed)"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,35 +29,16 @@ def decode_attention(
     sin: Float32[Array, "B D"],
     *,
     heads: Heads,
-    q_norm: Float[Array, " n"] | None = None,
-    k_norm: Float[Array, " m"] | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    config: DecodeAttentionConfig | None = None,
-    interpret: bool = False,
+    q_norm: Float[Array, " n"] | None,
+    k_norm: Float[Array, " m"] | None,
+    sinks: Float[Array, " N"] | None,
+    config: DecodeAttentionConfig | None,
+    interpret: bool,
 ) -> tuple[Float[Array, "B ND"], Float[Array, "B G C D"], Float[Array, "B G C D"]]:
-    """One new position of every sequence: norms and rotates queries and keys, writes the cache, attends.
-
-    Args:
-        qkv: rows of queries, keys, values in this order; more may follow and are ignored.
-        k, v: the cache; position p lies at p mod C. Updated in place where the caller's jit donates them.
-        positions: of the new tokens. Attention is over all that the cache holds up to them: with a window, C is at
-            most the window.
-        cos, sin: factors of every dimension and of its partner, of rounded values (`Rope.factors`).
-        q_norm, k_norm: weights of the norms, `[D]`, or `[N D]` and `[G D]` where they are over the full width.
-        sinks: scores that join each head's softmax and take their share to nowhere.
-
-    Returns the heads' outputs and the cache. Sums are float32. The powers of the softmax are rounded to the dtype of
-    `qkv` before they meet the values; plain XLA rounds them after the division by their sum, so bf16 results may
-    differ in the last bits.
-    """
+    """See `decode_attention.api`."""
     config = config or default_config(heads.head_dim, qkv.dtype.itemsize)
     batch, held = k.shape[0], k.shape[2]
     dim, splits = heads.head_dim, config.splits
-    if heads.unfit:
-        raise ValueError(f"decode_attention: {heads.unfit}")
-    if k.dtype != qkv.dtype or v.dtype != qkv.dtype:
-        raise ValueError(f"decode_attention: expected a cache of {qkv.dtype} like qkv, got {k.dtype} and {v.dtype}")
-    positions = positions.astype(jnp.int32)
     norms = [] if heads.norm is None else [q_norm, k_norm]
     shares = jax.ShapeDtypeStruct((batch, heads.num_heads, splits, dim), jnp.float32)
     scalars = jax.ShapeDtypeStruct((batch, heads.num_heads, splits), jnp.float32)

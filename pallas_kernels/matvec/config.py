@@ -1,10 +1,28 @@
-"""Block shapes of the matrix-vector kernel and the rule that picks them."""
+"""What the operation returns, what the kernel covers, its block shapes and the rule that picks them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxtyping import Array, Float
 
 MAX_BATCH = 8  # vectors that a program holds beside its rows of the matrix
+
+
+class Product(NamedTuple):
+    """What `matvec` returns."""
+
+    out: Float[Array, "B O"]
+    normed: Float[Array, "B I"]
+    """What met the matrix."""
+    x: Float[Array, "B I"]
+    """That before its norm, with the addend."""
+
+
+def unfit_batch(batch: int) -> str | None:
+    """Why the kernel cannot take so many vectors, if so."""
+    return None if 1 <= batch <= MAX_BATCH else f"{batch} vectors (1 to {MAX_BATCH} are needed)"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ Every program norms the vectors for itself: they come from L1, while its rows ar
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,55 +15,34 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.masks import both, bound, load
-from pallas_kernels.matvec.config import MAX_BATCH, MatvecConfig, default_config
+from pallas_kernels.matvec.config import MatvecConfig, Product, default_config
 from pallas_kernels.norm import Norm
-
-
-class Product(NamedTuple):
-    out: Float[Array, "B O"]
-    normed: Float[Array, "B I"]  # what met the matrix
-    x: Float[Array, "B I"]  # that before its norm, with the addend
 
 
 def matvec(
     x: Float[Array, "B I"],
     w: Float[Array, "O I"],
     *,
-    bias: Float[Array, " O"] | None = None,
-    norm: Norm | None = None,
-    norm_weight: Float[Array, " I"] | None = None,
-    residual: Float[Array, "B O"] | None = None,
-    residual_scale: float = 1.0,
-    addend: Float32[Array, "B I"] | None = None,
-    dtype: jnp.dtype | None = None,
-    config: MatvecConfig | None = None,
-    name: str = "matvec",
-    interpret: bool = False,
+    bias: Float[Array, " O"] | None,
+    norm: Norm | None,
+    norm_weight: Float[Array, " I"] | None,
+    residual: Float[Array, "B O"] | None,
+    residual_scale: float,
+    addend: Float32[Array, "B I"] | None,
+    dtype: jnp.dtype,
+    config: MatvecConfig | None,
+    name: str,
+    interpret: bool,
 ) -> Product:
-    """`residual + residual_scale * (norm(x + addend) W^T + bias)` in one launch.
-
-    Args:
-        x: B vectors, at most `MAX_BATCH`; float32, bf16 or f16.
-        w: rows as in checkpoints, in the dtype of `x`.
-        bias: added in float32.
-        norm, norm_weight: applied to `x` first; None leaves it (and it is returned as it came).
-        residual: added after the sum was rounded to `dtype`, as an addition of its own would.
-        addend: rounded to the dtype of `x` and added to it before everything else.
-        dtype: of the result; that of `x` by default.
-        name: of the launch in profiles.
-
-    Sums are float32, in an order that the shape of `w` alone decides.
-    """
-    (batch, width), (outputs, columns) = x.shape, w.shape
-    if width != columns or not 1 <= batch <= MAX_BATCH:
-        raise ValueError(f"matvec: expected x[B, {columns}] with B of 1 to {MAX_BATCH}, got x{list(x.shape)}")
+    """See `matvec.api`; `name` is that of the launch."""
+    (batch, width), outputs = x.shape, w.shape[0]
     config = config or default_config(width, w.dtype.itemsize)
     kernel = functools.partial(
         _kernel, norm=norm, biased=bias is not None, kept=residual is not None, scale=residual_scale,
         added=addend is not None, config=config,
     )  # fmt: skip
     optional = [array for array in (bias, norm_weight if norm else None, residual, addend) if array is not None]
-    out_shape = [jax.ShapeDtypeStruct((batch, outputs), dtype or x.dtype)]
+    out_shape = [jax.ShapeDtypeStruct((batch, outputs), dtype)]
     out_shape += [jax.ShapeDtypeStruct(x.shape, x.dtype)] * ((norm is not None) + (addend is not None))
     out, *more = pl.pallas_call(
         kernel,
