@@ -96,6 +96,19 @@ class ExpertLayout:
         """First element of a field, counted in `storage` elements."""
         return self.field(name).offset // self.storage.itemsize
 
+    def row_view(self, slots: Shaped[Array, "S n"], row: int) -> Shaped[Array, "S rows row"]:
+        """The slots as rows of `row` elements, the stored length of a matrix's rows: a free view (`swiglu_layout`)."""
+        if self.block_elems % row:
+            raise ValueError(f"a block of {self.block_elems} elements is no whole number of rows of {row}")
+        return slots.reshape(slots.shape[0], -1, row)
+
+    def first_row(self, name: str) -> int:
+        """Row at which a matrix starts in the view with rows of its own length."""
+        start, row = self.start(name), self.field(name).shape[1]
+        if start % row:
+            raise ValueError(f"expert field {name!r} does not start at a whole row of {row} elements")
+        return start // row
+
     def pack(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
         """Expert tensors -> one block, `storage[n]`. Raises `ValueError` where a shape or dtype does not match."""
         block = np.zeros(self.block_bytes, np.uint8)

@@ -1,4 +1,4 @@
-"""What a kernel must know of a norm: how a vector follows from its mean square. Norms themselves are the model's."""
+"""What kernels and their references must know of a norm. Norms themselves are the model's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from jaxtyping import Array, Float, Float32
 class Norm(Protocol):
     """A frozen description of an RMS norm; hashable."""
 
+    def __call__(self, x: Float[Array, "*batch d"], weight: Float[Array, " d"]) -> Float[Array, "*batch d"]:
+        """`x` normed over its last axis and weighted, in the dtype of `x`."""
+
     def scaled(
         self,
         x: Float32[Array, "..."],
@@ -19,4 +22,5 @@ class Norm(Protocol):
         weight: Float[Array, "..."],
         dtype: jnp.dtype,
     ) -> Float[Array, "..."]:
-        """`x` normed, weighted, and rounded to `dtype` as the norm rounds; operations that every lowering has."""
+        """`x`, of which the mean square is known, normed, weighted, and rounded to `dtype` as the norm rounds. Of
+        operations that every lowering has."""

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels.decode_attention.config import Config, Heads, default_config
+from pallas_kernels.decode_attention.config import DecodeAttentionConfig, Heads, default_config
 
 
 def decode_attention(
@@ -29,42 +29,23 @@ def decode_attention(
     sin: Float32[Array, "B D"],
     *,
     heads: Heads,
-    q_norm: Float[Array, " n"] | None = None,
-    k_norm: Float[Array, " m"] | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    config: Config | None = None,
-    interpret: bool = False,
+    q_norm: Float[Array, " n"] | None,
+    k_norm: Float[Array, " m"] | None,
+    sinks: Float[Array, " N"] | None,
+    config: DecodeAttentionConfig | None,
+    interpret: bool,
 ) -> tuple[Float[Array, "B ND"], Float[Array, "B G C D"], Float[Array, "B G C D"]]:
-    """One new position of every sequence: norms and turns queries and keys, writes the cache, attends.
-
-    Args:
-        qkv: rows of queries, keys, values in this order; more may follow and are ignored.
-        k, v: the cache; position p lies at p mod C. Updated in place where the caller's jit donates them.
-        positions: of the new tokens. Attention is over all that the cache holds up to them: with a window, C is at
-            most the window.
-        cos, sin: factors of every dimension and of its partner, of rounded values (`Rope.factors`).
-        q_norm, k_norm: weights of the norms, `[D]`, or `[N D]` and `[G D]` where they are over the full width.
-        sinks: scores that join each head's softmax and take their share to nowhere.
-
-    Returns the heads' outputs and the cache. Sums are float32. The powers of the softmax are rounded to the dtype of
-    `qkv` before they meet the values; plain XLA rounds them after the division by their sum, so bf16 results may
-    differ in the last bits.
-    """
-    config = config or default_config(heads.dim, qkv.dtype.itemsize)
+    """See `decode_attention.api`."""
+    config = config or default_config(heads.head_dim, qkv.dtype.itemsize)
     batch, held = k.shape[0], k.shape[2]
-    dim, splits = heads.dim, config.splits
-    if heads.unfit:
-        raise ValueError(f"decode_attention: {heads.unfit}")
-    if k.dtype != qkv.dtype or v.dtype != qkv.dtype:
-        raise ValueError(f"decode_attention: expected a cache of {qkv.dtype} like qkv, got {k.dtype} and {v.dtype}")
-    positions = positions.astype(jnp.int32)
+    dim, splits = heads.head_dim, config.splits
     norms = [] if heads.norm is None else [q_norm, k_norm]
-    shares = jax.ShapeDtypeStruct((batch, heads.count, splits, dim), jnp.float32)
-    scalars = jax.ShapeDtypeStruct((batch, heads.count, splits), jnp.float32)
+    shares = jax.ShapeDtypeStruct((batch, heads.num_heads, splits, dim), jnp.float32)
+    scalars = jax.ShapeDtypeStruct((batch, heads.num_heads, splits), jnp.float32)
     k, v, shares, peaks, sums = pl.pallas_call(
         partial(_share_kernel, heads=heads, config=config, interpret=interpret),
         out_shape=[*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)), shares, scalars, scalars],
-        grid=(min(splits, pl.cdiv(held, config.tile)), heads.kv, batch),
+        grid=(min(splits, pl.cdiv(held, config.tile)), heads.num_kv_heads, batch),
         input_output_aliases={0: 0, 1: 1},
         compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=2),
         interpret=interpret,
@@ -72,8 +53,8 @@ def decode_attention(
     )(k, v, positions, qkv, cos, sin, *norms)
     out = pl.pallas_call(
         partial(_combine_kernel, held=held, config=config),
-        out_shape=jax.ShapeDtypeStruct((batch, heads.count * dim), qkv.dtype),
-        grid=(heads.count, batch),
+        out_shape=jax.ShapeDtypeStruct((batch, heads.num_heads * dim), qkv.dtype),
+        grid=(heads.num_heads, batch),
         compiler_params=plgpu.CompilerParams(num_warps=config.combine_warps, num_stages=1),
         interpret=interpret,
         name="decode_attention_combine",
@@ -81,7 +62,7 @@ def decode_attention(
     return out, k, v
 
 
-def _division(position: Int[Array, ""], held: int, config: Config) -> tuple[Array, Array, Array]:
+def _division(position: Int[Array, ""], held: int, config: DecodeAttentionConfig) -> tuple[Array, Array, Array]:
     """The last place that is attended to, how many tiles that makes, and tiles per program."""
     last = jnp.minimum(position, held - 1)
     tiles = lax.div(last, jnp.int32(config.tile)) + 1
@@ -90,14 +71,14 @@ def _division(position: Int[Array, ""], held: int, config: Config) -> tuple[Arra
 
 def _share_kernel(
     k_ref: Any, v_ref: Any, positions_ref: Any, qkv_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any,
-    heads: Heads, config: Config, interpret: bool,
+    heads: Heads, config: DecodeAttentionConfig, interpret: bool,
 ) -> None:  # fmt: skip
     """One program's positions of one sequence, for the queries that share a key/value head."""
     q_norm_ref, k_norm_ref = refs[:2] if heads.norm is not None else (None, None)
     new_k_ref, new_v_ref, shares_ref, peaks_ref, sums_ref = refs[-5:]
     share, g, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    held, dim, tile = k_ref.shape[2], heads.dim, config.tile
-    group = heads.count // heads.kv
+    held, dim, tile = k_ref.shape[2], heads.head_dim, config.tile
+    group = heads.num_heads // heads.num_kv_heads
     position = positions_ref[b]
     last, tiles, per_program = _division(position, held, config)
     place = lax.rem(position, jnp.int32(held))
@@ -113,10 +94,12 @@ def _share_kernel(
         rows = jnp.arange(max(16, pl.next_power_of_2(group)), dtype=jnp.int32)  # 16: the least of a matrix product
         queries = g * group + jnp.minimum(rows, group - 1)
         read = partial(_vectors, qkv_ref, b, heads=heads)
-        q = _turned(partial(read, queries, 0, heads.count, q_norm_ref), cos, sin, heads, dtype)
+        q = _rotated(partial(read, queries, 0, heads.num_heads, q_norm_ref), cos, sin, heads, dtype)
         one = jnp.zeros((1,), jnp.int32) + g
-        new_k = _turned(partial(read, one, heads.count, heads.kv, k_norm_ref), cos, sin, heads, dtype)
-        new_v = _clipped(_raw(qkv_ref, b, (heads.count + heads.kv + one)[:, None] * dim + lanes[None]), heads)
+        new_k = _rotated(partial(read, one, heads.num_heads, heads.num_kv_heads, k_norm_ref), cos, sin, heads, dtype)
+        new_v = _clipped(
+            _raw(qkv_ref, b, (heads.num_heads + heads.num_kv_heads + one)[:, None] * dim + lanes[None]), heads
+        )
         new_v = new_v.astype(dtype)
 
         def attend(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -141,7 +124,7 @@ def _share_kernel(
         start = (*empty, jnp.zeros((rows.shape[0], dim), jnp.float32))
         peak, total, out = lax.fori_loop(first, end, attend, start)
         real = rows < group
-        to = jnp.where(real, queries, heads.count)  # masked lanes point outside: interpreted, they are written back
+        to = jnp.where(real, queries, heads.num_heads)  # masked lanes point outside: interpreted, they are written back
         plgpu.store(peaks_ref.at[b, to, share], peak, mask=real)
         plgpu.store(sums_ref.at[b, to, share], total, mask=real)
         row, column = jnp.broadcast_to(to[:, None], out.shape), jnp.broadcast_to(lanes[None], out.shape)
@@ -156,7 +139,7 @@ def _share_kernel(
 
 
 def _combine_kernel(positions_ref: Any, shares_ref: Any, peaks_ref: Any, sums_ref: Any, *refs: Any,
-                    held: int, config: Config) -> None:  # fmt: skip
+                    held: int, config: DecodeAttentionConfig) -> None:  # fmt: skip
     """One head of one sequence, of all programs' shares."""
     *maybe_sinks, out_ref = refs
     n, b = pl.program_id(0), pl.program_id(1)
@@ -193,38 +176,38 @@ def _vectors(
     *, heads: Heads,
 ) -> Float32[Array, "M D"]:  # fmt: skip
     """Dimensions `lanes`, a permutation, of the heads `which` of the `count` from head `first` on; normed, clipped."""
-    columns = which[:, None] * heads.dim + lanes[None]
-    x = _raw(qkv_ref, b, first * heads.dim + columns)
+    columns = which[:, None] * heads.head_dim + lanes[None]
+    x = _raw(qkv_ref, b, first * heads.head_dim + columns)
     if heads.norm is None:
         return _clipped(x, heads)
     if heads.norm_over == "full":
-        width = count * heads.dim
+        width = count * heads.head_dim
         every = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
         inside = every < width
-        whole = plgpu.load(qkv_ref.at[b, first * heads.dim + jnp.where(inside, every, 0)], mask=inside, other=0)
+        whole = plgpu.load(qkv_ref.at[b, first * heads.head_dim + jnp.where(inside, every, 0)], mask=inside, other=0)
         mean_square = jnp.sum(whole.astype(jnp.float32) * whole.astype(jnp.float32)) / width
         weight = plgpu.load(norm_ref.at[columns])
         return _clipped(heads.norm.scaled(x, mean_square, weight, qkv_ref.dtype).astype(jnp.float32), heads)
     x = _clipped(x, heads)
-    mean_square = (jnp.sum(x * x, axis=1) / heads.dim)[:, None]
+    mean_square = (jnp.sum(x * x, axis=1) / heads.head_dim)[:, None]
     weight = plgpu.load(norm_ref.at[lanes])[None]
     return heads.norm.scaled(x, mean_square, weight, qkv_ref.dtype).astype(jnp.float32)
 
 
-def _turned(
+def _rotated(
     vectors: Any, cos: Float32[Array, "1 D"], sin: Float32[Array, "1 D"], heads: Heads, dtype: jnp.dtype
 ) -> Float[Array, "M D"]:
     """Rotated by the position. A register tile cannot be permuted, so the partners are read once more."""
-    lanes = jnp.arange(heads.dim, dtype=jnp.int32)
+    lanes = jnp.arange(heads.head_dim, dtype=jnp.int32)
     x = vectors(lanes)
-    if not heads.turned:
+    if not heads.rotary_dim:
         return x.astype(dtype)
-    within, half = lanes - heads.turn_from, heads.turned // 2
-    if heads.turn_layout == "half":
+    within, half = lanes - heads.rotary_offset, heads.rotary_dim // 2
+    if heads.rotary_layout == "half":
         partner = jnp.where(within < half, lanes + half, lanes - half)
     else:
         partner = jnp.where(lax.rem(within, jnp.int32(2)) == 0, lanes + 1, lanes - 1)
-    partner = jnp.where((within >= 0) & (within < heads.turned), partner, lanes)
+    partner = jnp.where((within >= 0) & (within < heads.rotary_dim), partner, lanes)
     return (x * cos + vectors(partner) * sin).astype(dtype)
 
 

@@ -2,6 +2,6 @@
 
 from pallas_kernels.fused_moe.api import fused_moe as fused_moe
 from pallas_kernels.fused_moe.api import moe_on_demand as moe_on_demand
-from pallas_kernels.fused_moe.config import Config as Config
+from pallas_kernels.fused_moe.config import FusedMoEConfig as FusedMoEConfig
 
-__all__ = ["Config", "fused_moe", "moe_on_demand"]
+__all__ = ["FusedMoEConfig", "fused_moe", "moe_on_demand"]

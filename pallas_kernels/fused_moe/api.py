@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from pallas_kernels.backend import Implementation, resolve
 from pallas_kernels.fused_moe import reference
-from pallas_kernels.fused_moe.config import Config
+from pallas_kernels.fused_moe.config import FusedMoEConfig
 from pallas_kernels.layout import ExpertLayout
 from pallas_kernels.miss_load import miss_load
 
@@ -23,7 +23,7 @@ def fused_moe(
     first_slot: Int[Array, ""] | None = None,
     implementation: Implementation | None = None,
     interpret: bool = False,
-    config: Config | None = None,
+    config: FusedMoEConfig | None = None,
 ) -> Float32[Array, "B H"]:
     """MoE layer of a decode step: `out[b] = sum_k weights[b, k] * down @ (silu(gate @ x[b]) * (up @ x[b]))`.
 
@@ -74,7 +74,7 @@ def moe_on_demand(
     layout: ExpertLayout,
     implementation: Implementation | None = None,
     interpret: bool = False,
-    config: Config | None = None,
+    config: FusedMoEConfig | None = None,
 ) -> tuple[Shaped[Array, "S n"], Float32[Array, "B H"]]:
     """`miss_load` of the experts that are missing, then `fused_moe`: the slots, and the same output to the bit.
 

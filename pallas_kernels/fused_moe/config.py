@@ -14,7 +14,7 @@ Fp8Mode = Literal["convert", "bits"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class FusedMoEConfig:
     """Block shapes of the two GPU kernels; all powers of two.
 
     A program of the first kernel makes `up_rows` of the F hidden values of one route, in tiles of `up_cols` of
@@ -68,7 +68,7 @@ def fp8_mode() -> Fp8Mode:
     return "bits" if capability is not None and float(capability) < 8.9 else "convert"
 
 
-def default_config(layout: ExpertLayout, per_token: int) -> Config:
+def default_config(layout: ExpertLayout, per_token: int) -> FusedMoEConfig:
     """Block shapes from the shape of an expert and their number per token.
 
     A thread asks for some 400 bytes of weights at once, 100 of an FP8 down projection. One warp takes whole rows of
@@ -84,7 +84,7 @@ def default_config(layout: ExpertLayout, per_token: int) -> Config:
     # Powers of two, also where H or F below 128 is none.
     up_cols, down_cols = (1 << (cols - 1).bit_length() for cols in (up_cols, down_cols))
     routes = 1 << (per_token - 1).bit_length()
-    return Config(
+    return FusedMoEConfig(
         up_rows=power_below(16384 / (2 * hidden * itemsize), most=8),
         up_cols=up_cols,
         up_warps=1,

@@ -20,10 +20,11 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from pallas_kernels.backend import check_addressable
-from pallas_kernels.fused_moe import tiles
-from pallas_kernels.fused_moe.config import Config, default_config
+from pallas_kernels.fused_moe.config import FusedMoEConfig, default_config
 from pallas_kernels.fused_moe.swiglu import activate, hidden_dtype
+from pallas_kernels.fused_moe.tiles import Part, load_bias
 from pallas_kernels.layout import ExpertLayout
+from pallas_kernels.masks import Ref, bound, load
 
 
 def _sum_rows(products: list[Float32[Array, "rows ..."]]) -> Float32[Array, " rows"]:
@@ -37,21 +38,21 @@ def _operand(first: Int[Array, ""] | None) -> list[Int[Array, " 1"]]:
     return [] if first is None else [jnp.asarray(first, jnp.int32).reshape(1)]
 
 
-def _first(refs: list[tiles.Ref]) -> Int[Array, ""] | int:
+def _first(refs: list[Ref]) -> Int[Array, ""] | int:
     """What a kernel reads of `_operand`."""
     return refs[0][0] if refs else 0
 
 
 def up_rows(
-    x_ref: tiles.Ref,
-    slots_ref: tiles.Ref,
-    h_ref: tiles.Ref,
+    x_ref: Ref,
+    slots_ref: Ref,
+    h_ref: Ref,
     route: Int[Array, ""],
     slot: Int[Array, ""],
     row: Int[Array, ""],
     *,
     layout: ExpertLayout,
-    config: Config,
+    config: FusedMoEConfig,
     inline: bool,
 ) -> None:
     """`config.up_rows` hidden values of one route, from `row` on: the same bits in whichever launch.
@@ -60,7 +61,7 @@ def up_rows(
     """
     token = jax.lax.div(route, jnp.int32(h_ref.shape[0] // x_ref.shape[0]))
     parts = [
-        tiles.Part(layout=layout, name=name, row=row, col=start, rows=config.up_rows, cols=config.up_cols)
+        Part(layout=layout, name=name, row=row, col=start, rows=config.up_rows, cols=config.up_cols)
         for name in ("gate", "up")
         for start in range(0, layout.hidden, config.up_cols)
     ]
@@ -77,20 +78,20 @@ def up_rows(
         for name in ("gate", "up")
     }
     if layout.biased:
-        bias = functools.partial(tiles.load_bias, slots_ref, slot[None], None, row, layout=layout, rows=config.up_rows)
+        bias = functools.partial(load_bias, slots_ref, slot[None], None, row, layout=layout, rows=config.up_rows)
         sums = {name: total + jnp.sum(bias(name=name), axis=1) for name, total in sums.items()}
     value = activate(sums["gate"], sums["up"], layout.activation).astype(h_ref.dtype)
-    mask = tiles.bound(row, config.up_rows, layout.width)
+    mask = bound(row, config.up_rows, layout.width)
     plgpu.store(h_ref.at[route, pl.ds(row, config.up_rows)], value, mask=mask)
 
 
 def _up_kernel(
-    x_ref: tiles.Ref,
-    ids_ref: tiles.Ref,
-    slots_ref: tiles.Ref,
-    *refs: tiles.Ref,
+    x_ref: Ref,
+    ids_ref: Ref,
+    slots_ref: Ref,
+    *refs: Ref,
     layout: ExpertLayout,
-    config: Config,
+    config: FusedMoEConfig,
     inline: bool,
 ) -> None:
     *first_ref, h_ref = refs
@@ -105,13 +106,13 @@ def _up_kernel(
 
 
 def _down_kernel(
-    h_ref: tiles.Ref,
-    ids_ref: tiles.Ref,
-    weights_ref: tiles.Ref,
-    slots_ref: tiles.Ref,
-    *refs: tiles.Ref,
+    h_ref: Ref,
+    ids_ref: Ref,
+    weights_ref: Ref,
+    slots_ref: Ref,
+    *refs: Ref,
     layout: ExpertLayout,
-    config: Config,
+    config: FusedMoEConfig,
     inline: bool,
 ) -> None:
     """`down_rows` outputs of one token, summed over its routes, which are one dimension of a tile."""
@@ -121,13 +122,13 @@ def _down_kernel(
     per_token = ids_ref.shape[0] // out_ref.shape[0]
     nth = jnp.arange(pl.next_power_of_2(per_token), dtype=jnp.int32)
     routes = token * per_token + nth
-    exists = tiles.bound(0, nth.shape[0], per_token)
-    slots = tiles.load(ids_ref.at[routes], exists)
+    exists = bound(0, nth.shape[0], per_token)
+    slots = load(ids_ref.at[routes], exists)
     active = slots >= 0 if exists is None else (slots >= 0) & exists
     # What is not loaded is zero: also the weight, which may be anything for inactive routes.
-    weights = tiles.load(weights_ref.at[routes], active)
+    weights = load(weights_ref.at[routes], active)
     parts = [
-        tiles.Part(layout=layout, name="down", row=row, col=start, rows=config.down_rows, cols=config.down_cols)
+        Part(layout=layout, name="down", row=row, col=start, rows=config.down_rows, cols=config.down_cols)
         for start in range(0, width, config.down_cols)
     ]
     slots += first
@@ -138,9 +139,9 @@ def _down_kernel(
     ]
     value = _sum_rows(products)
     if layout.biased:
-        bias = tiles.load_bias(slots_ref, slots, active, row, layout=layout, name="down", rows=config.down_rows)
+        bias = load_bias(slots_ref, slots, active, row, layout=layout, name="down", rows=config.down_rows)
         value += jnp.sum(bias * weights[None, :], axis=1)
-    mask = tiles.bound(row, config.down_rows, hidden)
+    mask = bound(row, config.down_rows, hidden)
     plgpu.store(out_ref.at[token, pl.ds(row, config.down_rows)], value, mask=mask)
 
 
@@ -151,7 +152,7 @@ def project_up(
     *,
     layout: ExpertLayout,
     first: Int[Array, ""] | None = None,
-    config: Config,
+    config: FusedMoEConfig,
     interpret: bool = False,
 ) -> Float[Array, "R F"]:
     """Hidden values of every route; rows of inactive routes (id -1) are left as they are. Ids count from `first`."""
@@ -175,7 +176,7 @@ def project_down(
     *,
     layout: ExpertLayout,
     first: Int[Array, ""] | None = None,
-    config: Config,
+    config: FusedMoEConfig,
     interpret: bool = False,
 ) -> Float32[Array, "B H"]:
     """Sums of every token's active routes."""
@@ -198,7 +199,7 @@ def fused_moe(
     *,
     layout: ExpertLayout,
     first_slot: Int[Array, ""] | None = None,
-    config: Config | None = None,
+    config: FusedMoEConfig | None = None,
     interpret: bool = False,
 ) -> Float32[Array, "B H"]:
     check_addressable(slots=slots)

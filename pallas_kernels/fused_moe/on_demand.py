@@ -19,12 +19,11 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from pallas_kernels.backend import check_addressable
-from pallas_kernels.fused_moe import tiles
-from pallas_kernels.fused_moe.config import Config, default_config
+from pallas_kernels.fused_moe.config import FusedMoEConfig, default_config
 from pallas_kernels.fused_moe.gpu import project_down, up_rows
 from pallas_kernels.fused_moe.swiglu import hidden_dtype
-from pallas_kernels.lanes import count, gather
 from pallas_kernels.layout import ExpertLayout
+from pallas_kernels.masks import Ref, count, gather
 from pallas_kernels.miss_load.gpu import Division
 
 ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)  # slots on the device, the pool in host memory
@@ -42,12 +41,12 @@ class Sharing:
     bytes_per_warp: int = 4096  # in flight; a power of two
     late_programs: int = 256  # of the second launch
 
-    def division(self, slots: Shaped[Array, "S n"], config: Config) -> Division:
+    def division(self, slots: Shaped[Array, "S n"], config: FusedMoEConfig) -> Division:
         programs = max(1, self.loading_warps // config.up_warps)
         return Division.of(slots, programs=programs, piece_bytes=self.bytes_per_warp * config.up_warps)
 
 
-def _missing(dst_ref: tiles.Ref) -> Int[Array, " M2"]:
+def _missing(dst_ref: Ref) -> Int[Array, " M2"]:
     """The slots of missing experts, then -1."""
     lanes = jnp.arange(pl.next_power_of_2(dst_ref.shape[0]), dtype=jnp.int32)
     return gather(dst_ref, lanes, lanes < dst_ref.shape[0])
@@ -58,18 +57,18 @@ def _among(slot: Int[Array, ""], missing: Int[Array, " M2"]) -> Bool[Array, ""]:
 
 
 def _load_and_up_kernel(
-    x_ref: tiles.Ref,
-    ids_ref: tiles.Ref,
-    experts_ref: tiles.Ref,
-    dst_ref: tiles.Ref,
-    pool_ref: tiles.Ref,
-    _slots_ref: tiles.Ref,
-    slots_ref: tiles.Ref,
-    h_ref: tiles.Ref,
+    x_ref: Ref,
+    ids_ref: Ref,
+    experts_ref: Ref,
+    dst_ref: Ref,
+    pool_ref: Ref,
+    _slots_ref: Ref,
+    slots_ref: Ref,
+    h_ref: Ref,
     *,
     division: Division,
     layout: ExpertLayout,
-    config: Config,
+    config: FusedMoEConfig,
     inline: bool,
 ) -> None:
     """A part of every missing expert, or `up_rows` hidden values of a route whose expert is not missing."""
@@ -94,16 +93,16 @@ def _load_and_up_kernel(
 
 
 def _up_late_kernel(
-    x_ref: tiles.Ref,
-    ids_ref: tiles.Ref,
-    dst_ref: tiles.Ref,
-    slots_ref: tiles.Ref,
-    _h_ref: tiles.Ref,
-    h_ref: tiles.Ref,
+    x_ref: Ref,
+    ids_ref: Ref,
+    dst_ref: Ref,
+    slots_ref: Ref,
+    _h_ref: Ref,
+    h_ref: Ref,
     *,
     programs: int,
     layout: ExpertLayout,
-    config: Config,
+    config: FusedMoEConfig,
     inline: bool,
 ) -> None:
     """A part of the hidden values of every route whose expert was missing."""
@@ -137,7 +136,7 @@ def load_and_project_up(
     dst: Int[Array, " M"],
     *,
     layout: ExpertLayout,
-    config: Config,
+    config: FusedMoEConfig,
     sharing: Sharing,
     interpret: bool = False,
 ) -> tuple[Shaped[Array, "S n"], Float[Array, "R F"]]:
@@ -168,7 +167,7 @@ def project_up_late(
     h: Float[Array, "R F"],
     *,
     layout: ExpertLayout,
-    config: Config,
+    config: FusedMoEConfig,
     sharing: Sharing,
     interpret: bool = False,
 ) -> Float[Array, "R F"]:
@@ -197,7 +196,7 @@ def moe_on_demand(
     dst: Int[Array, " M"],
     *,
     layout: ExpertLayout,
-    config: Config | None = None,
+    config: FusedMoEConfig | None = None,
     sharing: Sharing | None = None,
     interpret: bool = False,
 ) -> tuple[Shaped[Array, "S n"], Float32[Array, "B H"]]:

@@ -1,138 +1,22 @@
-"""What the Triton kernels share: views of the slots, loads with masks, values and scales of FP8 and FP4, biases."""
+"""Tiles of an expert's matrices, scales and biases, in any format, as the Triton kernels load and use them."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Float, Float32, Int, Shaped, UInt8
+from jaxtyping import Array, Bool, Float32, Int, Shaped, UInt8
 
 from pallas_kernels.fused_moe.config import Fp8Mode
-from pallas_kernels.fused_moe.swiglu import FP4_UNIT, fp4_halves, powers_of_two
+from pallas_kernels.fused_moe.dequantize import fp4_units, fp8_unit, fp8_units, weight_values
+from pallas_kernels.fused_moe.swiglu import FP4_UNIT, powers_of_two
 from pallas_kernels.layout import FP4, FP4_BLOCK, FP8, FP8_BLOCK, ExpertLayout
+from pallas_kernels.masks import Ref, Scalar, all_of, bound, load
 
 FP4_WORD = 4  # bytes of FP4 that a thread reads at once; they meet the 16 bytes that it reads of a 16-bit vector
-
-Ref = Any  # Pallas has no public type for references.
-Scalar = Int[Array, ""] | int
-
-
-def row_view(slots: Shaped[Array, "S n"], layout: ExpertLayout, row: int) -> Shaped[Array, "S rows row"]:
-    """The slots as rows of H or of F elements, a free view (see `swiglu_layout`)."""
-    if layout.block_elems % row:
-        raise ValueError(f"a block of {layout.block_elems} elements is no whole number of rows of {row}")
-    return slots.reshape(slots.shape[0], -1, row)
-
-
-def first_row(layout: ExpertLayout, name: str) -> int:
-    """Row at which a matrix starts in the view with rows of its own length."""
-    start, row = layout.start(name), layout.field(name).shape[1]
-    if start % row:
-        raise ValueError(f"expert field {name!r} does not start at a whole row of {row} elements")
-    return start // row
-
-
-def bound(start: Scalar, block: int, size: int) -> Bool[Array, " block"] | None:
-    """Which of `block` positions from `start` lie below `size`; None if all are sure to."""
-    if isinstance(start, int):
-        if start + block <= size:
-            return None
-    elif size % block == 0:
-        return None
-    return start + jnp.arange(block, dtype=jnp.int32) < size
-
-
-def both(
-    rows: Bool[Array, " R"] | None, cols: Bool[Array, " C"] | None, shape: tuple[int, int]
-) -> Bool[Array, "R C"] | None:
-    """The mask of a tile from those of its rows and columns."""
-    masks = []
-    if rows is not None:
-        masks.append(jnp.broadcast_to(rows[:, None], shape))
-    if cols is not None:
-        masks.append(jnp.broadcast_to(cols[None, :], shape))
-    if len(masks) == 2:
-        return masks[0] & masks[1]
-    return masks[0] if masks else None
-
-
-def load(ref: Ref, mask: Bool[Array, "..."] | None) -> Shaped[Array, "..."]:
-    """A load that reads zeros, and touches no memory, where the mask is false."""
-    if mask is None:
-        return plgpu.load(ref)
-    return plgpu.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))
-
-
-def _bytes_to_floats(sign: int, rest: int, mask: int) -> str:
-    """PTX that makes four float32s of four bytes in one register, of each byte its sign bit and the bits below it.
-
-    They are moved to where a float16 has them: the sign `sign` bits up, the rest `rest` bits up, of which those in
-    `mask` count. Bytes 0 and 2, and 1 and 3, share a register, so one instruction moves two. Triton by itself would
-    widen every byte to a register of its own.
-    """
-
-    def moved(register: str, by: int) -> str:
-        return f"{'shl' if by > 0 else 'shr'}.b32 {register}, $4, {abs(by)};"
-
-    lines = [".reg .b32 s, m, h;", ".reg .f16 a, b;"]
-    for first, up in ((0, 0), (1, 8)):
-        lines += [moved("s", sign - up), "and.b32 s, s, 0x80008000;", moved("m", rest - up)]
-        lines += [f"and.b32 m, m, {mask << 16 | mask:#x};", "or.b32 h, s, m;", "mov.b32 {a, b}, h;"]
-        lines += [f"cvt.f32.f16 ${first}, a;", f"cvt.f32.f16 ${first + 2}, b;"]
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-# e2m1 in the low and in the high half of a byte, and e4m3.
-_FP4_LOW, _FP4_HIGH = _bytes_to_floats(12, 9, 0x0E00), _bytes_to_floats(8, 5, 0x0E00)
-_FP8_BITS = _bytes_to_floats(8, 7, 0x3F80)
-
-
-def _inline(asm: str, tile: UInt8[Array, "..."]) -> Float32[Array, "..."]:
-    (values,) = plgpu.elementwise_inline_asm(
-        asm, args=[tile], constraints="=f,=f,=f,=f,r", pack=4,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(tile.shape, jnp.float32)],
-    )  # fmt: skip
-    return values
-
-
-def fp8_units(tile: UInt8[Array, "..."], mode: Fp8Mode, *, inline: bool) -> Float[Array, "..."]:
-    """e4m3 bytes as floats of 1 / `fp8_unit` of their values. `bits` takes the two NaN codes, which weights never hold,
-    for 480. `inline` is by PTX of our own, which only a GPU can run."""
-    if mode == "convert":
-        return jax.lax.bitcast_convert_type(tile, jnp.dtype(FP8))
-    # e4m3 is a float16 of a smaller bias: exponent and mantissa in place, the value is 2**8 too small.
-    if inline:
-        return _inline(_FP8_BITS, tile)
-    wide = tile.astype(jnp.uint16)
-    return jax.lax.bitcast_convert_type(((wide & 0x80) << 8) | ((wide & 0x7F) << 7), jnp.float16)
-
-
-def fp8_unit(mode: Fp8Mode) -> float:
-    return 1.0 if mode == "convert" else 2.0**8
-
-
-def fp4_units(tile: UInt8[Array, "..."], *, inline: bool) -> Float32[Array, "... 2"]:
-    """The two e2m1 codes of each byte as floats of 1 / `FP4_UNIT` of their values."""
-    if inline:
-        halves = [_inline(_FP4_LOW, tile), _inline(_FP4_HIGH, tile)]
-    else:
-        halves = [fp4_halves(tile).astype(jnp.float32), fp4_halves(tile >> 4).astype(jnp.float32)]
-    return jnp.stack(halves, axis=-1)
-
-
-def weight_values(tile: Shaped[Array, "..."], layout: ExpertLayout, name: str) -> Float[Array, "..."]:
-    """Stored integers as the floats they are (not for FP8)."""
-    return jax.lax.bitcast_convert_type(tile, jnp.dtype(layout.field(name).dtype))
-
-
-def _all(masks: list[Bool[Array, "..."] | None], shape: tuple[int, ...]) -> Bool[Array, "..."] | None:
-    """Where all masks hold that there are."""
-    given = [mask for mask in masks if mask is not None]
-    return jnp.broadcast_to(functools.reduce(jnp.logical_and, given), shape) if given else None
 
 
 def load_bias(
@@ -153,7 +37,7 @@ def load_bias(
     index = layout.start(field.name) + parts * (row + jnp.arange(rows, dtype=jnp.int32))
     index = jnp.broadcast_to(_along(index, 0, 3) + jnp.arange(parts, dtype=jnp.int32)[None, None], shape)
     masks = [None if below is None else _along(below, 0, 3), None if active is None else _along(active, 1, 3)]
-    stored = load(slots_ref.at[jnp.broadcast_to(_along(slots, 1, 3), shape), index], _all(masks, shape))
+    stored = load(slots_ref.at[jnp.broadcast_to(_along(slots, 1, 3), shape), index], all_of(masks, shape))
     shifts = 8 * layout.storage.itemsize * jnp.arange(parts, dtype=jnp.uint32)[None, None, :]
     words = jnp.sum(stored.astype(jnp.uint32) << shifts, axis=2, dtype=jnp.uint32)
     words = words.astype(f"uint{8 * field.dtype.itemsize}")
@@ -218,7 +102,7 @@ class Part:
             # So that a thread has the columns that meet what it has of a 16-bit vector, which is eight elements.
             index = plgpu.max_contiguous(index, (*[1] * (rank + 1), FP4_WORD if self.layout.dtype == FP4 else 8))
         below = bound(self.row, self.rows, height)
-        mask = _all(
+        mask = all_of(
             [
                 None if below is None else _along(below, 0, 2 + rank),
                 None if active is None else _along(active, 1, 2 + rank),
@@ -248,7 +132,7 @@ class Part:
             None if inside is None else _along(inside, 2, 4),
         ]
         where = slots_ref.at[jnp.broadcast_to(_along(slots, 1, 4), shape), index]
-        return load(where, _all(masks, shape))
+        return load(where, all_of(masks, shape))
 
     def _load_fp8_scales(
         self, slots_ref: Ref, slots: Int[Array, " N"], active: Bool[Array, " N"] | None
@@ -265,7 +149,7 @@ class Part:
             None if active is None else _along(active, 0, 3),
             None if inside is None else _along(inside, 1, 3),
         ]
-        return load(slots_ref.at[jnp.broadcast_to(_along(slots, 0, 3), shape), index], _all(masks, shape))
+        return load(slots_ref.at[jnp.broadcast_to(_along(slots, 0, 3), shape), index], all_of(masks, shape))
 
     def vector(self, ref: Ref, rows: Int[Array, " N"], active: Bool[Array, " N"] | None) -> Float32[Array, "N ..."]:
         """The elements of `ref[rows]` that meet these columns; zeros where not `active`."""
@@ -274,7 +158,7 @@ class Part:
         rank, shape = 1 + elements.ndim, (*rows.shape, *elements.shape)
         masks = [None if active is None else _along(active, 0, rank), None if inside is None else inside[None]]
         where = ref.at[jnp.broadcast_to(_along(rows, 0, rank), shape), jnp.broadcast_to(elements[None], shape)]
-        return load(where, _all(masks, shape)).astype(jnp.float32)
+        return load(where, all_of(masks, shape)).astype(jnp.float32)
 
     def times(
         self,

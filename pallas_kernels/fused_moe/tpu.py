@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from pallas_kernels.fused_moe.reference import combine_routes
 from pallas_kernels.fused_moe.swiglu import activate, hidden_dtype
-from pallas_kernels.fused_moe.tiles import Ref, first_row, row_view
 from pallas_kernels.layout import FP4, FP8, FP8_BLOCK, ExpertLayout
+from pallas_kernels.masks import Ref
 
 TILE = 128  # hidden values per grid step: one lane tile, and one row of FP8 scale blocks
 SUBLANES = 8  # rows of a float32 tile; a single token is spread over them
@@ -66,7 +66,7 @@ def scaled_matmul_t(
     x: Float[Array, "M cols"],
     tile: Shaped[Array, "rows cols"],
     scales: Ref | None,
-    index: tuple,
+    index: tuple[Any, ...],
     *,
     dtype: np.dtype,
     per_column: bool,
@@ -114,7 +114,7 @@ def weight_specs(
     """Block specs of gate, up, down (in the two row views) and of their scales; `slot_of(i, *prefetched)`."""
     hidden, width = layout.hidden, layout.width
     tile = tile_width(width)
-    first = {name: first_row(layout, name) for name in ("gate", "up", "down")}
+    first = {name: layout.first_row(name) for name in ("gate", "up", "down")}
 
     def rows(name: str) -> pl.BlockSpec:
         start = first[name] // tile
@@ -168,7 +168,7 @@ def fused_moe(
     spread = jnp.broadcast_to(x[:, None], (batch, sublanes, hidden))
     specs, scale_specs = weight_specs(layout, lambda i, ids: jnp.maximum(ids[i], 0))
     scales = [gather_scales(slots, jnp.maximum(ids, 0), layout, n) for n in ("gate", "up", "down") if scale_specs]
-    by_hidden, by_width = row_view(slots, layout, hidden), row_view(slots, layout, width)
+    by_hidden, by_width = layout.row_view(slots, hidden), layout.row_view(slots, width)
     y = pl.pallas_call(
         functools.partial(_kernel, layout=layout),
         out_shape=jax.ShapeDtypeStruct((routes, sublanes, hidden), jnp.float32),

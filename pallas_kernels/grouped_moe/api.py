@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from pallas_kernels.backend import Implementation, resolve
 from pallas_kernels.grouped_moe import reference
-from pallas_kernels.grouped_moe.config import Config
+from pallas_kernels.grouped_moe.config import GroupedMoEConfig
 from pallas_kernels.layout import ExpertLayout
 
 
@@ -20,7 +20,7 @@ def grouped_moe(
     layout: ExpertLayout,
     implementation: Implementation | None = None,
     interpret: bool = False,
-    config: Config | None = None,
+    config: GroupedMoEConfig | None = None,
 ) -> Float32[Array, "N M H"]:
     """Unweighted expert outputs: `out[n, m] = expert(block_slots[n])(x[block_rows[n, m]])`.
 

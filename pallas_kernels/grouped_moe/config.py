@@ -9,7 +9,7 @@ from pallas_kernels.layout import FP4, FP8, FP8_BLOCK, ExpertLayout
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class GroupedMoEConfig:
     """Tiles of the two GPU kernels, powers of two from 16: a program makes M rows times `*_cols` outputs.
 
     It goes through the contracted dimension in steps of `depth`, which is 128 for FP8 experts: one step, one
@@ -40,12 +40,15 @@ class Config:
             )
 
 
-def default_config(layout: ExpertLayout) -> Config:
+def default_config(layout: ExpertLayout) -> GroupedMoEConfig:
     """Tiles of 64 (32 for float32 experts, for registers), smaller for small experts. Not swept on a GPU."""
     hidden, width = layout.hidden, layout.width
-    wide = layout.dtype.itemsize == 4
-    fit = lambda size: max(16, min(32 if wide else 64, 1 << (size - 1).bit_length()))  # noqa: E731
-    return Config(
+    most = 32 if layout.dtype.itemsize == 4 else 64
+
+    def fit(size: int) -> int:
+        return max(16, min(most, 1 << (size - 1).bit_length()))
+
+    return GroupedMoEConfig(
         up_cols=fit(width),
         down_cols=fit(hidden),
         depth=FP8_BLOCK

@@ -15,10 +15,12 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped, UInt8
 
 from pallas_kernels.backend import check_addressable
-from pallas_kernels.fused_moe import tiles
+from pallas_kernels.fused_moe.dequantize import fp8_unit, fp8_units, weight_values
 from pallas_kernels.fused_moe.swiglu import activate, fp4_values, hidden_dtype, powers_of_two
-from pallas_kernels.grouped_moe.config import Config, default_config
+from pallas_kernels.fused_moe.tiles import load_bias, load_scale
+from pallas_kernels.grouped_moe.config import GroupedMoEConfig, default_config
 from pallas_kernels.layout import FP4, FP4_BLOCK, FP8, FP8_BLOCK, ExpertLayout
+from pallas_kernels.masks import Ref, both, bound, load
 
 
 def _dot_t(a: Float[Array, "M depth"], b: Float[Array, "cols depth"]) -> Float32[Array, "M cols"]:
@@ -37,9 +39,9 @@ def both_indices(rows: Int[Array, " M"], cols: Int[Array, " C"]) -> tuple[Int[Ar
 
 
 def _products(
-    rows_ref: tiles.Ref,
-    flat_ref: tiles.Ref | None,
-    weights_ref: tiles.Ref,
+    rows_ref: Ref,
+    flat_ref: Ref | None,
+    weights_ref: Ref,
     slot: Int[Array, ""],
     source: Int[Array, " M"] | Int[Array, ""],
     valid: Bool[Array, " M"] | None,
@@ -48,7 +50,7 @@ def _products(
     names: tuple[str, ...],
     layout: ExpertLayout,
     cols: int,
-    config: Config,
+    config: GroupedMoEConfig,
 ) -> tuple[Float32[Array, "M cols"], ...]:
     """`rows @ matrix[col : col + cols].T`, plus the bias, for each name.
 
@@ -58,39 +60,39 @@ def _products(
     height, width = layout.field(names[0]).shape  # as stored: a column of FP4 is a byte, with two numbers
     packed = 2 if layout.dtype == FP4 else 1
     depth = config.depth // packed
-    below = tiles.bound(col, cols, height)
+    below = bound(col, cols, height)
     count = valid.shape[0] if valid is not None else rows_ref.shape[1]
 
     def load_rows(start: Int[Array, ""], parity: int) -> Float[Array, "M depth"]:
-        inside = tiles.both(valid, tiles.bound(start, depth, width), (count, depth))
+        inside = both(valid, bound(start, depth, width), (count, depth))
         if valid is None and packed == 1:
-            return tiles.load(rows_ref.at[source, :, pl.ds(start, depth)], inside)
+            return load(rows_ref.at[source, :, pl.ds(start, depth)], inside)
         # Index arrays for both dimensions: the interpreter does not mix them with slices under a mask.
         columns = packed * (start + jnp.arange(depth, dtype=jnp.int32)) + parity
         if valid is None:
-            return tiles.load(rows_ref.at[source, *both_indices(jnp.arange(count, dtype=jnp.int32), columns)], inside)
-        return tiles.load(rows_ref.at[both_indices(source, columns)], inside)
+            return load(rows_ref.at[source, *both_indices(jnp.arange(count, dtype=jnp.int32), columns)], inside)
+        return load(rows_ref.at[both_indices(source, columns)], inside)
 
     def step(i: Int[Array, ""], totals: tuple[Float32[Array, "M cols"], ...]) -> tuple[Float32[Array, "M cols"], ...]:
         start = i * depth
-        mask = tiles.both(below, tiles.bound(start, depth, width), (cols, depth))
+        mask = both(below, bound(start, depth, width), (cols, depth))
         rows = [load_rows(start, parity) for parity in range(packed)]
         new = []
         for name, total in zip(names, totals, strict=True):
-            row = pl.ds(col + tiles.first_row(layout, name), cols)
-            b = tiles.load(weights_ref.at[slot, row, pl.ds(start, depth)], mask)
+            row = pl.ds(col + layout.first_row(name), cols)
+            b = load(weights_ref.at[slot, row, pl.ds(start, depth)], mask)
             if layout.dtype == FP8:
                 # A step is one column of blocks, the tile lies in one row of blocks: one scale for all.
-                scale = tiles.load_scale(flat_ref, slot, layout, name, jax.lax.div(col, jnp.int32(FP8_BLOCK)), i)
-                values = tiles.fp8_units(b, config.fp8, inline=False).astype(rows[0].dtype)
-                total += _dot_t(rows[0], values) * (scale * tiles.fp8_unit(config.fp8))
+                scale = load_scale(flat_ref, slot, layout, name, jax.lax.div(col, jnp.int32(FP8_BLOCK)), i)
+                values = fp8_units(b, config.fp8, inline=False).astype(rows[0].dtype)
+                total += _dot_t(rows[0], values) * (scale * fp8_unit(config.fp8))
             elif layout.dtype == FP4:
                 # Times a power of two a value of one bit of mantissa stays exact in the rows' dtype.
                 scale = powers_of_two(_load_fp4_scales(flat_ref, slot, layout, name, col, cols, start, depth, mask))
                 for half, part in enumerate(rows):
                     total += _dot_t(part, (fp4_values(b >> (4 * half)) * scale).astype(part.dtype))
             else:
-                total += _dot_t(rows[0], tiles.weight_values(b, layout, name))
+                total += _dot_t(rows[0], weight_values(b, layout, name))
             new.append(total)
         return tuple(new)
 
@@ -98,12 +100,12 @@ def _products(
     totals = jax.lax.fori_loop(0, pl.cdiv(width, depth), step, zeros)
     if not layout.biased:
         return totals
-    biases = [tiles.load_bias(flat_ref, slot[None], None, col, layout=layout, name=name, rows=cols) for name in names]
+    biases = [load_bias(flat_ref, slot[None], None, col, layout=layout, name=name, rows=cols) for name in names]
     return tuple(total + jnp.sum(bias, axis=1)[None, :] for total, bias in zip(totals, biases, strict=True))
 
 
 def _load_fp4_scales(
-    flat_ref: tiles.Ref,
+    flat_ref: Ref,
     slot: Int[Array, ""],
     layout: ExpertLayout,
     name: str,
@@ -117,17 +119,17 @@ def _load_fp4_scales(
     field = layout.field(f"{name}_scale")
     row_index, byte = both_indices(row + jnp.arange(rows, dtype=jnp.int32), start + jnp.arange(depth, dtype=jnp.int32))
     block = jax.lax.div(byte, jnp.int32(FP4_BLOCK // 2))
-    return tiles.load(flat_ref.at[slot, field.offset + row_index * field.shape[1] + block], mask)
+    return load(flat_ref.at[slot, field.offset + row_index * field.shape[1] + block], mask)
 
 
 def _up_kernel(
-    x_ref: tiles.Ref,
-    slots_ref: tiles.Ref,
-    tokens_ref: tiles.Ref,
-    weights_ref: tiles.Ref,
-    *refs: tiles.Ref,
+    x_ref: Ref,
+    slots_ref: Ref,
+    tokens_ref: Ref,
+    weights_ref: Ref,
+    *refs: Ref,
     layout: ExpertLayout,
-    config: Config,
+    config: GroupedMoEConfig,
 ) -> None:
     *maybe_flat, h_ref = refs
     block, col = pl.program_id(1), pl.program_id(0) * config.up_cols
@@ -153,13 +155,13 @@ def _up_kernel(
 
 
 def _down_kernel(
-    h_ref: tiles.Ref,
-    slots_ref: tiles.Ref,
-    tokens_ref: tiles.Ref,
-    weights_ref: tiles.Ref,
-    *refs: tiles.Ref,
+    h_ref: Ref,
+    slots_ref: Ref,
+    tokens_ref: Ref,
+    weights_ref: Ref,
+    *refs: Ref,
     layout: ExpertLayout,
-    config: Config,
+    config: GroupedMoEConfig,
 ) -> None:
     # The array that `out_ref` is aliased with is an operand too; nothing is read from it.
     *maybe_flat, _, out_ref = refs
@@ -186,9 +188,9 @@ def _down_kernel(
         _store(out_ref, block, col, y)
 
 
-def _store(ref: tiles.Ref, block: Int[Array, ""], col: Int[Array, ""], value: Float32[Array, "M cols"]) -> None:
+def _store(ref: Ref, block: Int[Array, ""], col: Int[Array, ""], value: Float32[Array, "M cols"]) -> None:
     rows, cols = value.shape
-    mask = tiles.both(None, tiles.bound(col, cols, ref.shape[2]), (rows, cols))
+    mask = both(None, bound(col, cols, ref.shape[2]), (rows, cols))
     plgpu.store(ref.at[block, :, pl.ds(col, cols)], value.astype(ref.dtype), mask=mask)
 
 
@@ -200,7 +202,7 @@ def grouped_moe(
     block_rows: Int[Array, "N M"],
     *,
     layout: ExpertLayout,
-    config: Config | None = None,
+    config: GroupedMoEConfig | None = None,
     interpret: bool = False,
 ) -> Float32[Array, "N M H"]:
     check_addressable(slots=slots)
@@ -218,8 +220,8 @@ def grouped_moe(
         compiler_params=params,
         interpret=interpret,
         name="grouped_moe_up",
-    )(x, block_slots, block_rows, tiles.row_view(slots, layout, layout.field("gate").shape[1]), *flat)
-    by_rows = tiles.row_view(slots, layout, layout.field("down").shape[1])
+    )(x, block_slots, block_rows, layout.row_view(slots, layout.field("gate").shape[1]), *flat)
+    by_rows = layout.row_view(slots, layout.field("down").shape[1])
     operands = [h, block_slots, block_rows, by_rows, *flat, out]
     return pl.pallas_call(
         functools.partial(_down_kernel, layout=layout, config=config),

@@ -10,10 +10,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from pallas_kernels.fused_moe.tiles import Ref, row_view
 from pallas_kernels.fused_moe.tpu import check_shapes, expert_tile, gather_scales, tile_width, weight_specs
 from pallas_kernels.grouped_moe.blocks import active_first
 from pallas_kernels.layout import ExpertLayout
+from pallas_kernels.masks import Ref
 
 
 def _kernel(
@@ -55,7 +55,7 @@ def grouped_moe(
     gathered = jnp.where(block_rows[..., None] >= 0, x[jnp.maximum(block_rows, 0)], jnp.zeros((), x.dtype))
     specs, scale_specs = weight_specs(layout, lambda i, order, slot: slot[i])
     scales = [gather_scales(slots, slot, layout, n) for n in ("gate", "up", "down") if scale_specs]
-    by_hidden, by_width = row_view(slots, layout, hidden), row_view(slots, layout, width)
+    by_hidden, by_width = layout.row_view(slots, hidden), layout.row_view(slots, width)
     one_block = pl.BlockSpec((1, rows, hidden), lambda i, f, order, slot: (order[i], 0, 0))
     operands = [order, slot, gathered, by_hidden, by_hidden, by_width, *scales, out]
     return pl.pallas_call(

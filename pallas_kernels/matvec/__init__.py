@@ -1,6 +1,6 @@
-"""Matrix times the few vectors of a decode step, the norm before it, the residual after it: `gpu.matvec`, one launch.
+"""Matrix times the few vectors of a decode step, with the norm before it and the residual after it."""
 
-The reference is what it replaces: `linear(norm(x), w)` of `seqmoe_jax.models.layers` in plain XLA.
-"""
-
-from pallas_kernels.matvec.config import Config as Config
+from pallas_kernels.matvec.api import matvec as matvec
+from pallas_kernels.matvec.config import MatvecConfig as MatvecConfig
+from pallas_kernels.matvec.config import Product as Product
+from pallas_kernels.matvec.config import unfit_batch as unfit_batch

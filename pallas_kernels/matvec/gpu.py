@@ -6,7 +6,7 @@ Every program norms the vectors for itself: they come from L1, while its rows ar
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,56 +14,35 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.fused_moe import tiles
-from pallas_kernels.matvec.config import MAX_BATCH, Config, default_config
+from pallas_kernels.masks import both, bound, load
+from pallas_kernels.matvec.config import MatvecConfig, Product, default_config
 from pallas_kernels.norm import Norm
-
-
-class Product(NamedTuple):
-    out: Float[Array, "B O"]
-    normed: Float[Array, "B I"]  # what met the matrix
-    x: Float[Array, "B I"]  # that before its norm, with the addend
 
 
 def matvec(
     x: Float[Array, "B I"],
     w: Float[Array, "O I"],
     *,
-    bias: Float[Array, " O"] | None = None,
-    norm: Norm | None = None,
-    norm_weight: Float[Array, " I"] | None = None,
-    residual: Float[Array, "B O"] | None = None,
-    residual_scale: float = 1.0,
-    addend: Float32[Array, "B I"] | None = None,
-    dtype: jnp.dtype | None = None,
-    config: Config | None = None,
-    name: str = "matvec",
-    interpret: bool = False,
+    bias: Float[Array, " O"] | None,
+    norm: Norm | None,
+    norm_weight: Float[Array, " I"] | None,
+    residual: Float[Array, "B O"] | None,
+    residual_scale: float,
+    addend: Float32[Array, "B I"] | None,
+    dtype: jnp.dtype,
+    config: MatvecConfig | None,
+    name: str,
+    interpret: bool,
 ) -> Product:
-    """`residual + residual_scale * (norm(x + addend) W^T + bias)` in one launch.
-
-    Args:
-        x: B vectors, at most `MAX_BATCH`; float32, bf16 or f16.
-        w: rows as in checkpoints, in the dtype of `x`.
-        bias: added in float32.
-        norm, norm_weight: applied to `x` first; None leaves it (and it is returned as it came).
-        residual: added after the sum was rounded to `dtype`, as an addition of its own would.
-        addend: rounded to the dtype of `x` and added to it before everything else.
-        dtype: of the result; that of `x` by default.
-        name: of the launch in profiles.
-
-    Sums are float32, in an order that the shape of `w` alone decides.
-    """
-    (batch, width), (outputs, columns) = x.shape, w.shape
-    if width != columns or not 1 <= batch <= MAX_BATCH:
-        raise ValueError(f"matvec: expected x[B, {columns}] with B of 1 to {MAX_BATCH}, got x{list(x.shape)}")
+    """See `matvec.api`; `name` is that of the launch."""
+    (batch, width), outputs = x.shape, w.shape[0]
     config = config or default_config(width, w.dtype.itemsize)
     kernel = functools.partial(
         _kernel, norm=norm, biased=bias is not None, kept=residual is not None, scale=residual_scale,
         added=addend is not None, config=config,
     )  # fmt: skip
     optional = [array for array in (bias, norm_weight if norm else None, residual, addend) if array is not None]
-    out_shape = [jax.ShapeDtypeStruct((batch, outputs), dtype or x.dtype)]
+    out_shape = [jax.ShapeDtypeStruct((batch, outputs), dtype)]
     out_shape += [jax.ShapeDtypeStruct(x.shape, x.dtype)] * ((norm is not None) + (addend is not None))
     out, *more = pl.pallas_call(
         kernel,
@@ -80,7 +59,7 @@ def matvec(
 
 def _kernel(
     x_ref: Any, w_ref: Any, *refs: Any, norm: Norm | None, biased: bool, kept: bool, scale: float, added: bool,
-    config: Config,
+    config: MatvecConfig,
 ) -> None:  # fmt: skip
     rest = list(refs)
     bias_ref = rest.pop(0) if biased else None
@@ -97,22 +76,22 @@ def _kernel(
 
     (batch, width), outputs = x_ref.shape, w_ref.shape[0]
     row = pl.program_id(0) * config.rows
-    below = tiles.bound(row, config.rows, outputs)
+    below = bound(row, config.rows, outputs)
     starts = range(0, width, config.cols)
-    inside = [tiles.bound(start, config.cols, width) for start in starts]
+    inside = [bound(start, config.cols, width) for start in starts]
     rows, columns = pl.ds(row, config.rows), [_span(start, config.cols, width) for start in starts]
     # First of all, so that they are under way while the vectors are normed.
     matrix = [
-        tiles.load(w_ref.at[rows, span], tiles.both(below, mask, (config.rows, config.cols)))
+        load(w_ref.at[rows, span], both(below, mask, (config.rows, config.cols)))
         for span, mask in zip(columns, inside, strict=True)
     ]
     factors = []
     if norm_ref is not None:
-        factors = [tiles.load(norm_ref.at[span], mask) for span, mask in zip(columns, inside, strict=True)]
+        factors = [load(norm_ref.at[span], mask) for span, mask in zip(columns, inside, strict=True)]
     for b in map(jnp.int32, range(batch)):  # the lowering takes no literal among the indices of a load
-        pieces = [tiles.load(x_ref.at[b, span], mask) for span, mask in zip(columns, inside, strict=True)]
+        pieces = [load(x_ref.at[b, span], mask) for span, mask in zip(columns, inside, strict=True)]
         if addend_ref is not None:
-            sums = [tiles.load(addend_ref.at[b, span], mask) for span, mask in zip(columns, inside, strict=True)]
+            sums = [load(addend_ref.at[b, span], mask) for span, mask in zip(columns, inside, strict=True)]
             pieces = [_sum(piece, part.astype(piece.dtype)) for piece, part in zip(pieces, sums, strict=True)]
             keep(more[-1], b, pieces)
         if norm is not None:
@@ -130,11 +109,11 @@ def _kernel(
         ]
         total = jnp.sum(_add_up(products), axis=1)
         if bias_ref is not None:
-            total += tiles.load(bias_ref.at[rows], below).astype(jnp.float32)
+            total += load(bias_ref.at[rows], below).astype(jnp.float32)
         total = total.astype(out_ref.dtype)
         if residual_ref is not None:
             scaled = total if scale == 1 else (total.astype(jnp.float32) * scale).astype(total.dtype)
-            total = _sum(tiles.load(residual_ref.at[b, rows], below), scaled)
+            total = _sum(load(residual_ref.at[b, rows], below), scaled)
         plgpu.store(out_ref.at[b, rows], total, mask=below)
 
 

@@ -17,15 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels.backend import check_addressable
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """How one expert is divided."""
-
-    programs: int = 16  # per expert
-    piece_bytes: int = 16384  # what a program has in flight at a time; a power of two
-    num_warps: int = 8
+from pallas_kernels.miss_load.config import MissLoadConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +52,18 @@ class Division:
         jax.lax.fori_loop(0, each, copy_piece, None)
 
 
-def miss_load_gpu(
+def miss_load(
     slots: Shaped[Array, "S n"],
     pool: Shaped[Array, "E n"],
     experts: Int[Array, " M"],
     dst: Int[Array, " M"],
     *,
-    config: Config | None = None,
-    interpret: bool = False,
+    config: MissLoadConfig | None,
+    interpret: bool,
 ) -> Shaped[Array, "S n"]:
-    """See `miss_load`."""
+    """See `miss_load.api`."""
     check_addressable(slots=slots, pool=pool)
-    config = config or Config()
+    config = config or MissLoadConfig()
     division = Division.of(slots, programs=config.programs, piece_bytes=config.piece_bytes)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(

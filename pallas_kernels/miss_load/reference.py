@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
 
-def miss_load_reference(
+def miss_load(
     slots: Shaped[Array, "S n"],
     pool: Shaped[Array, "E n"],
     experts: Int[Array, " M"],
     dst: Int[Array, " M"],
 ) -> Shaped[Array, "S n"]:
-    """See `miss_load`. One iteration per missing expert; each moves one row across the memory spaces."""
+    """See `miss_load.api`. One iteration per missing expert; each moves one row across the memory spaces."""
 
     def load(i: Int[Array, ""], slots: Shaped[Array, "S n"]) -> Shaped[Array, "S n"]:
         # Slice first, then move: XLA turns this into an asynchronous copy of that row alone.

@@ -14,15 +14,15 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int, Shaped
 
 
-def miss_load_tpu(
+def miss_load(
     slots: Shaped[Array, "S n"],
     pool: Shaped[Array, "E n"],
     experts: Int[Array, " M"],
     dst: Int[Array, " M"],
     *,
-    interpret: bool = False,
+    interpret: bool,
 ) -> Shaped[Array, "S n"]:
-    """See `miss_load`."""
+    """See `miss_load.api`."""
     anywhere, scalars = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.SMEM)
     return pl.pallas_call(
         _kernel,

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float32, Int, Int32
 
-from pallas_kernels.lanes import OUTSIDE, count, gather, scatter
+from pallas_kernels.masks import OUTSIDE, count, gather, scatter
 from pallas_kernels.plan_tasks.config import (
     BASE,
     CHECK,

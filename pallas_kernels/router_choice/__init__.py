@@ -1,4 +1,6 @@
-"""The choice of K experts from the router's logits, in one launch: `gpu.router_choice`.
+"""The choice of K experts by score from the router's logits, and their weights."""
 
-The reference is the router that it serves, `seqmoe_jax.models.routers.RouterSpec`, in plain XLA.
-"""
+from pallas_kernels.router_choice.api import router_choice as router_choice
+from pallas_kernels.router_choice.config import Choice as Choice
+from pallas_kernels.router_choice.config import Recorded as Recorded
+from pallas_kernels.router_choice.config import unfit_choice as unfit_choice

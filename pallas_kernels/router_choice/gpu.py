@@ -11,9 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from pallas_kernels.masks import OUTSIDE
 from pallas_kernels.router_choice.config import Choice, Recorded
-
-OUTSIDE = 1 << 30  # index of no expert
 
 
 def router_choice(
@@ -21,15 +20,12 @@ def router_choice(
     active: Bool[Array, " B"],
     *,
     choice: Choice,
-    bias: Float[Array, " E"] | None = None,
-    correction: Float32[Array, " E"] | None = None,
-    recorded: Recorded | None = None,
-    interpret: bool = False,
+    bias: Float[Array, " E"] | None,
+    correction: Float32[Array, " E"] | None,
+    recorded: Recorded | None,
+    interpret: bool,
 ) -> tuple[Int32[Array, "B K"], Float32[Array, "B K"]]:
-    """Experts of every token, best first, and their weights; experts are -1 for tokens that are not `active`.
-
-    Scores are of the logits plus `bias`; experts are chosen with `correction` added and weighed without.
-    """
+    """See `router_choice.api`."""
     batch = logits.shape[0]
     kernel = partial(
         _kernel, choice=choice, biased=bias is not None, corrected=correction is not None, forced=recorded is not None

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int
 
-from pallas_kernels.lanes import OUTSIDE, count, gather, scatter
+from pallas_kernels.masks import OUTSIDE, count, gather, scatter
 from pallas_kernels.slot_update.tables import (
     FIRST,
     NEVER,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from seqmoe_jax.models.layers import einsum
+from pallas_kernels.arithmetic import einsum
 from seqmoe_jax.models.mixers import State
 from seqmoe_jax.models.mlp import DenseSpec, DenseWeights
 from seqmoe_jax.models.residual import Mixing

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from pallas_kernels.backend import Implementation
-from pallas_kernels.decode_attention.config import Heads
-from pallas_kernels.matvec.config import MAX_BATCH
-from pallas_kernels.router_choice.config import MAX_CHOSEN, MAX_EXPERTS, Choice, Recorded
+from pallas_kernels.decode_attention import Heads, decode_attention, unfit_heads
+from pallas_kernels.matvec import matvec, unfit_batch
+from pallas_kernels.router_choice import Recorded, router_choice, unfit_choice
 from seqmoe_jax.models import block
-from seqmoe_jax.models.layers import linear, mask_inactive
+from seqmoe_jax.models.layers import mask_inactive
 from seqmoe_jax.models.mixers import State
 from seqmoe_jax.models.mixers.gqa import GQA, KV
 from seqmoe_jax.models.residual import Add, Mixing
@@ -70,8 +70,8 @@ def unfit(spec: ModelSpec, kernels: DecodeKernels) -> list[str]:
         if kernels.attention == "gpu":
             if not isinstance(layer.mixer, GQA):
                 reasons.append(f"{type(layer.mixer).__name__} mixers: no kernel")
-            elif heads_of(layer.mixer).unfit:
-                reasons.append(f"attention: {heads_of(layer.mixer).unfit}")
+            elif reason := unfit_heads(heads_of(layer.mixer)):
+                reasons.append(f"attention: {reason}")
         if kernels.router == "gpu" and isinstance(layer.mlp, MoESpec) and not _routable(layer.mlp.router):
             reasons.append("the router: no kernel for this kind")
     return list(dict.fromkeys(reasons))
@@ -81,16 +81,16 @@ def heads_of(mixer: GQA) -> Heads:
     """The mixer in the kernel's terms."""
     rope = mixer.rope
     return Heads(
-        count=mixer.num_heads,
-        kv=mixer.num_kv_heads,
-        dim=mixer.head_dim,
+        num_heads=mixer.num_heads,
+        num_kv_heads=mixer.num_kv_heads,
+        head_dim=mixer.head_dim,
         scale=mixer.scale,
         norm=mixer.norm if mixer.qk_norm else None,
         norm_over=mixer.qk_norm or "head",
         clip=mixer.clip_qkv,
-        turned=rope.rotary_dim,
-        turn_from=0 if rope.rotated == "first" else mixer.head_dim - rope.rotary_dim,
-        turn_layout=rope.layout,
+        rotary_dim=rope.rotary_dim,
+        rotary_offset=0 if rope.rotated == "first" else mixer.head_dim - rope.rotary_dim,
+        rotary_layout=rope.layout,
     )
 
 
@@ -104,39 +104,29 @@ def mix(
     kernels: DecodeKernels,
 ) -> tuple[Float[Array, "B 1 *S H"], State]:
     """`block.mix` of one position per sequence."""
-    projecting = _projecting(x[0].shape[0] if isinstance(x, Pending) else x.shape[0], kernels)
     mixer, residual = layer.mixer, layer.residual
     wanted = kernels.attention == "gpu"
-    if not wanted or not isinstance(mixer, GQA) or not isinstance(residual, Add) or heads_of(mixer).unfit:
+    if not wanted or not isinstance(mixer, GQA) or not isinstance(residual, Add) or unfit_heads(heads_of(mixer)):
         return block.mix(settled(x), state, positions, active[:, None], weights, layer)
-    from pallas_kernels.decode_attention.gpu import decode_attention  # Pallas is slow to import
-
     w, at = weights.mixer, positions[:, 0]
-    if projecting:
-        from pallas_kernels.matvec.gpu import matvec
-
-        flat, addend = (x.x[:, 0], x.routed) if isinstance(x, Pending) else (x[:, 0], None)
-        qkv, _, flat = matvec(
-            flat, w.qkv, bias=w.qkv_bias, norm=layer.norm, norm_weight=weights.input_norm, addend=addend,
-            name="matvec_qkv", interpret=kernels.interpret,
-        )  # fmt: skip
-    else:
-        flat = settled(x)[:, 0]
-        qkv = linear(layer.norm(flat, weights.input_norm), w.qkv, w.qkv_bias)
+    flat, addend = (x.x[:, 0], x.routed) if isinstance(x, Pending) else (x[:, 0], None)
+    projection: Implementation = "gpu" if _projecting(flat.shape[0], kernels) else "xla"
+    qkv, _, flat = matvec(
+        flat, w.qkv, bias=w.qkv_bias, norm=layer.norm, norm_weight=weights.input_norm, addend=addend,
+        name="matvec_qkv", implementation=projection, interpret=kernels.interpret,
+    )  # fmt: skip
     cos, sin = mixer.rope.factors(at, mixer.head_dim, flat.dtype)
     out, *kv = decode_attention(
         qkv, state.k, state.v, at, cos, sin, heads=heads_of(mixer), q_norm=w.q_norm, k_norm=w.k_norm, sinks=w.sinks,
-        interpret=kernels.interpret,
+        implementation=kernels.attention, interpret=kernels.interpret,
     )  # fmt: skip
     if mixer.output_gate:
         out = out * jax.nn.sigmoid(qkv[:, (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim :])
-    if projecting:
-        flat, *_ = matvec(
-            out, w.o, bias=w.o_bias, residual=flat, residual_scale=residual.scale, name="matvec_out",
-            interpret=kernels.interpret,
-        )  # fmt: skip
-        return flat[:, None], KV(*kv)
-    return residual.leave(flat[:, None], linear(out, w.o, w.o_bias)[:, None], None), KV(*kv)
+    flat, *_ = matvec(
+        out, w.o, bias=w.o_bias, residual=flat, residual_scale=residual.scale, name="matvec_out",
+        implementation=projection, interpret=kernels.interpret,
+    )  # fmt: skip
+    return flat[:, None], KV(*kv)
 
 
 def route(
@@ -152,7 +142,7 @@ def route(
     assert isinstance(layer.mlp, MoESpec)
     assert isinstance(weights.mlp, MoEWeights)
     router, w = layer.mlp.router, weights.mlp.router
-    plain = kernels.router != "gpu" or not isinstance(layer.residual, Add) or x.shape[0] > MAX_BATCH
+    plain = kernels.router != "gpu" or not isinstance(layer.residual, Add) or unfit_batch(x.shape[0])
     if plain or not _routable(router):
         normed, mixing = block.moe_input(x, weights, layer)
         ids, shares = router(normed, tokens, w)
@@ -161,20 +151,13 @@ def route(
             ids = jnp.where(ids < router.num_experts, recorded.ids[recorded.row, recorded.layer], ids)
             shares = jnp.broadcast_to(recorded.weights[recorded.row, recorded.layer], ids.shape)
         return normed, mixing, mask_inactive(ids, active), shares
-    from pallas_kernels.matvec.gpu import matvec
-    from pallas_kernels.router_choice.gpu import router_choice
-
-    choice = Choice(
-        top_k=router.top_k, score=router.score, normalize=router.normalize, eps=router.eps, scale=router.scale,
-        rounded_to=x.dtype if router.rounded else None,
-    )  # fmt: skip
     logits, normed, _ = matvec(
         x[:, 0], w.weight, norm=layer.norm, norm_weight=weights.post_norm, dtype=jnp.dtype(jnp.float32),
-        name="matvec_router", interpret=kernels.interpret,
+        name="matvec_router", implementation=kernels.router, interpret=kernels.interpret,
     )  # fmt: skip
     ids, shares = router_choice(
-        logits, active, choice=choice, bias=w.bias, correction=w.correction_bias, recorded=recorded,
-        interpret=kernels.interpret,
+        logits, active, choice=router.choice(x.dtype), bias=w.bias, correction=w.correction_bias, recorded=recorded,
+        implementation=kernels.router, interpret=kernels.interpret,
     )  # fmt: skip
     return normed, None, ids, shares
 
@@ -214,11 +197,9 @@ def logits_of(
     """`block.logits_of`."""
     if not _projecting(x.shape[0], kernels) or spec.head is not None:
         return block.logits_of(x, weights, spec)
-    from pallas_kernels.matvec.gpu import matvec
-
     logits, *_ = matvec(
         x, weights.head, norm=spec.norm, norm_weight=weights.norm, dtype=jnp.dtype(jnp.float32), name="matvec_head",
-        interpret=kernels.interpret,
+        implementation=kernels.projection, interpret=kernels.interpret,
     )  # fmt: skip
     return logits if spec.logits_scale == 1 else logits / spec.logits_scale
 
@@ -230,9 +211,9 @@ def _left_pending(x: Float[Array, "B 1 *S H"], layer: LayerSpec, kernels: Decode
 
 
 def _projecting(batch: int, kernels: DecodeKernels) -> bool:
-    return kernels.projection == "gpu" and batch <= MAX_BATCH
+    return kernels.projection == "gpu" and not unfit_batch(batch)
 
 
 def _routable(router: RouterSpec) -> bool:
     by_score = router.hashed is None and router.groups is None
-    return by_score and router.num_experts <= MAX_EXPERTS and router.top_k <= MAX_CHOSEN
+    return by_score and not unfit_choice(router.num_experts, router.top_k)

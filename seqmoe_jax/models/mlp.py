@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.arithmetic import linear
 from pallas_kernels.layout import SWIGLU, Activation
-from seqmoe_jax.models.layers import linear
 from seqmoe_jax.models.tensors import Take, Tensor, Tensors
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from seqmoe_jax.models.layers import einsum
+from pallas_kernels.arithmetic import einsum
 from seqmoe_jax.models.tensors import FLOAT32, Take, Tensor, Tensors
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from seqmoe_jax.models.layers import einsum
+from pallas_kernels.arithmetic import einsum
+from pallas_kernels.router_choice.config import Choice, Score
+from pallas_kernels.router_choice.reference import scores_of, weights_of
 from seqmoe_jax.models.tensors import FLOAT32, INT32, Take, Tensor, Tensors
 
 
@@ -41,20 +42,17 @@ class RouterWeights(NamedTuple):
 class RouterSpec:
     """How tokens are routed.
 
-    score: "softmax" or "sigmoid" of the logits over all experts, "sqrt-softplus", the root of their softplus, or
-        "chosen-softmax", the softmax over the logits of the chosen experts alone.
+    score, normalize, eps, scale: as of `Choice`.
     bias: a bias is added to the logits.
     correction_bias: a learned value per expert is added to its score for choosing, not for weighing (arXiv 2408.15664).
     hashed: the size of a table that says which experts each token of the vocabulary goes to (DeepSeek-V4's first
         layers); None where experts are chosen by score.
-    normalize, scale: weights are divided by their sum plus `eps` (norm_topk_prob), and multiplied by `scale`
-        (routed_scaling_factor).
     rounded: weights pass through the activations' dtype, as the reference implementation has it.
     """
 
     num_experts: int
     top_k: int
-    score: Literal["softmax", "sigmoid", "sqrt-softplus", "chosen-softmax"] = "softmax"
+    score: Score = "softmax"
     bias: bool = False
     correction_bias: bool = False
     hashed: int | None = None
@@ -88,30 +86,20 @@ class RouterSpec:
         self, x: Float[Array, "T H"], tokens: Int[Array, " T"], weights: RouterWeights
     ) -> tuple[Int[Array, "T K"], Float32[Array, "T K"]]:
         """Expert ids and their weights. `tokens` are the tokens' ids, for routers that look experts up by them."""
-        logits = einsum("th,eh->te", x, weights.weight)
-        if weights.bias is not None:
-            logits = logits + weights.bias.astype(jnp.float32)
-        match self.score:
-            case "softmax":
-                scores = jax.nn.softmax(logits, axis=-1)
-            case "sigmoid":
-                scores = jax.nn.sigmoid(logits)
-            case "sqrt-softplus":
-                scores = jnp.sqrt(jax.nn.softplus(logits))
-            case "chosen-softmax":
-                scores = logits
+        scores = scores_of(einsum("th,eh->te", x, weights.weight), weights.bias, self.score)
         if weights.table is not None:
             ids = hash_experts(tokens, weights.table)
         else:
             choice = scores if weights.correction_bias is None else scores + weights.correction_bias
             _, ids = lax.top_k(choice if self.groups is None else _of_best_groups(choice, self.groups), self.top_k)
-        chosen = jnp.take_along_axis(scores, ids, axis=-1)
-        if self.score == "chosen-softmax":
-            chosen = jax.nn.softmax(chosen, axis=-1)
-        if self.normalize:
-            chosen = chosen / (chosen.sum(axis=-1, keepdims=True) + self.eps)
-        chosen = chosen * self.scale
-        return ids, chosen.astype(x.dtype).astype(jnp.float32) if self.rounded else chosen
+        return ids, weights_of(scores, ids, self.choice(x.dtype))
+
+    def choice(self, dtype: jnp.dtype) -> Choice:
+        """Score and weights in the kernel's terms, for activations of `dtype`."""
+        return Choice(
+            top_k=self.top_k, score=self.score, normalize=self.normalize, eps=self.eps, scale=self.scale,
+            rounded_to=jnp.dtype(dtype) if self.rounded else None,
+        )  # fmt: skip
 
 
 def hash_experts(tokens: Int[Array, "*T"], table: Int32[Array, "V K"]) -> Int32[Array, "*T K"]:

@@ -15,8 +15,7 @@ def lower_for(platform: Literal["cuda", "tpu"], f: Callable[..., Any], *args: An
         "cuda": AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"),
         "tpu": AbstractDevice("TPU v5e", num_cores=1, platform="tpu"),
     }[platform]
-    targets = "__gpu$xla.gpu.triton", "mosaic_gpu_v2"
-    checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in targets]
+    checks = [jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         export = jax.export.export(jax.jit(f, donate_argnums=donate), platforms=[platform], disabled_checks=checks)
         return str(export(*args).mlir_module())

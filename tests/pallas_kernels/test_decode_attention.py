@@ -1,8 +1,8 @@
-"""Claims about decode attention: it is the mixer's own attention, at every position, in every batch and capacity."""
+"""Claims about decode attention: the kernels' is the reference's, at every position, in every batch and capacity."""
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -10,123 +10,122 @@ import numpy as np
 import pytest
 from lowering import lower_for
 
-from pallas_kernels.decode_attention import Config
-from pallas_kernels.decode_attention.gpu import decode_attention
-from seqmoe_jax.models.fused import heads_of
-from seqmoe_jax.models.mixers.gqa import GQA, KV, GQAWeights
+from pallas_kernels.decode_attention import DecodeAttentionConfig, Heads, decode_attention
 from seqmoe_jax.models.norms import RMSNorm
-from seqmoe_jax.models.rope import Rope
 
-NORM, ROPE = RMSNorm(eps=1e-6), Rope(theta=10000.0, rotary_dim=32)
-SMALL = Config(tile=16, splits=4)  # several tiles a program at few positions
+D, NORM = 32, RMSNorm(eps=1e-6)
+SMALL = DecodeAttentionConfig(tile=16, splits=4)  # several tiles a program at few positions
+# What differs from heads without norms that rotate whole.
 KINDS = {
-    "qwen": {"qk_norm": "head"},
-    "llama": {"rope": Rope(theta=10000.0, rotary_dim=16)},
-    "olmoe": {"qk_norm": "full", "clip_qkv": 0.7},
-    "gpt-oss": {"sinks": True, "sliding_window": 24},
-    "pairs": {"rope": Rope(theta=10000.0, rotary_dim=16, layout="pairs", rotated="last", attention_factor=1.2)},
-    "gemma": {"qk_norm": "head", "norm": RMSNorm(eps=1e-6, zero_centered=True)},
+    "qwen": {"norm": NORM},
+    "llama": {"rotary_dim": 16},
+    "olmoe": {"norm": NORM, "norm_over": "full", "clip": 0.7},
+    "gpt-oss": {},  # with sinks, in a window's ring
+    "pairs": {"rotary_dim": 16, "rotary_offset": 16, "rotary_layout": "pairs"},
+    "gemma": {"norm": RMSNorm(eps=1e-6, zero_centered=True)},
 }
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2}
 
 
-def mixer(kind, heads=6, kv_heads=2):
-    how = {"norm": NORM, "rope": ROPE} | KINDS[kind]
-    return GQA(num_heads=heads, num_kv_heads=kv_heads, head_dim=32, scale=32**-0.5, **how)
+def heads_of(kind, num_heads=6, num_kv_heads=2, head_dim=D):
+    how = {
+        "norm": None, "norm_over": "head", "clip": None, "rotary_dim": head_dim, "rotary_offset": 0,
+        "rotary_layout": "half",
+    } | KINDS[kind]  # fmt: skip
+    return Heads(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, scale=head_dim**-0.5, **how)
 
 
-def arrays(spec, batch, capacity, dtype, seed=0):
-    """What a projection gave, a full cache, and weights; the projection back is the identity."""
-    rng = np.random.default_rng(seed)
-    n, g, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
+def arrays(kind, heads, batch, capacity, dtype):
+    """What a projection gave, a full cache, factors of the rotation, and weights."""
+    rng = np.random.default_rng(0)
+    n, g, d = heads.num_heads, heads.num_kv_heads, heads.head_dim
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
-    widths = (n * d, g * d) if spec.qk_norm == "full" else (d, d)
-    norms = [draw(width) for width in widths] if spec.qk_norm else [None, None]
-    held = capacity if spec.sliding_window is None else min(spec.sliding_window, capacity)
-    weights = GQAWeights(
-        qkv=jnp.eye((n + 2 * g) * d, dtype=dtype),
-        o=jnp.eye((n + 2 * g) * d, n * d, dtype=dtype), qkv_bias=None, o_bias=None,
-        q_norm=norms[0], k_norm=norms[1], sinks=draw(n) if spec.sinks else None,
-    )  # fmt: skip
-    return draw(batch, (n + 2 * g) * d), KV(draw(batch, g, held, d), draw(batch, g, held, d)), weights
+    held = min(24, capacity) if kind == "gpt-oss" else capacity
+    a = {"qkv": draw(batch, (n + 2 * g) * d), "k": draw(batch, g, held, d), "v": draw(batch, g, held, d)}
+    turning = np.arange(d) - heads.rotary_offset
+    turning = (turning >= 0) & (turning < heads.rotary_dim)
+    for name, still in (("cos", 1.0), ("sin", 0.0)):
+        a[name] = jnp.asarray(np.where(turning, rng.uniform(-1, 1, (batch, d)), still), dtype).astype(jnp.float32)
+    if heads.norm is not None:
+        full = heads.norm_over == "full"
+        a |= {"q_norm": draw(n * d if full else d), "k_norm": draw(g * d if full else d)}
+    return a | ({"sinks": draw(n)} if kind == "gpt-oss" else {})
 
 
-@partial(jax.jit, static_argnums=0)  # the interpreter is slow outside jit
-def run(spec, qkv, kv, positions, weights):
-    cos, sin = spec.rope.factors(positions, spec.head_dim, qkv.dtype)
-    return decode_attention(
-        qkv, *kv, positions, cos, sin, heads=heads_of(spec), q_norm=weights.q_norm, k_norm=weights.k_norm,
-        sinks=weights.sinks, config=SMALL, interpret=True,
-    )  # fmt: skip
+@cache  # the interpreter is slow outside jit
+def compiled(heads, implementation):
+    call = partial(decode_attention, heads=heads, implementation=implementation, config=SMALL, interpret=True)
+    return jax.jit(lambda a, positions: call(**a, positions=positions))
 
 
-@partial(jax.jit, static_argnums=0)
-def by_the_mixer(spec, qkv, kv, positions, weights):
+def kernel(heads, a, positions):
+    return compiled(heads, "gpu")(a, positions)
+
+
+def reference(heads, a, positions):
     # In float32: XLA's CPU backend does not have every product of bf16 arrays.
-    qkv, kv, weights = jax.tree.map(lambda a: a.astype(jnp.float32), (qkv, kv, weights))
-    valid = jnp.ones((len(positions), 1), bool)
-    out, kv = spec.apply(qkv[:, None], kv, positions[:, None], valid, weights)
-    return out[:, 0, : spec.num_heads * spec.head_dim], kv
+    return compiled(heads, "xla")(jax.tree.map(lambda x: x.astype(jnp.float32), a), positions)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), zip(KINDS, ["bfloat16", "float32"] * 3, strict=True))
-def test_it_is_the_mixers_attention(dtype, kind):
-    spec, positions = mixer(kind), jnp.array([0, 16, 99], jnp.int32)
-    qkv, kv, weights = arrays(spec, len(positions), 100, dtype)
-    expected, expected_kv = by_the_mixer(spec, qkv, kv, positions, weights)
-    actual, *actual_kv = run(spec, qkv, kv, positions, weights)
-    close = partial(np.testing.assert_allclose, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    close(np.float32(actual), np.float32(expected))
-    for new, old in zip(actual_kv, expected_kv, strict=True):
-        close(np.float32(new), np.float32(old))
+def test_the_kernels_agree_with_the_reference(dtype, kind):
+    heads, positions = heads_of(kind), jnp.array([0, 16, 99], jnp.int32)
+    a = arrays(kind, heads, len(positions), 100, dtype)
+    for got, want in zip(kernel(heads, a, positions), reference(heads, a, positions), strict=True):
+        np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (40, 2)])
-def test_any_number_of_queries_shares_a_key(heads, kv_heads):
-    spec, positions = mixer("qwen", heads, kv_heads), jnp.array([37], jnp.int32)
-    qkv, kv, weights = arrays(spec, 1, 64, "float32")
-    expected, _ = by_the_mixer(spec, qkv, kv, positions, weights)
-    np.testing.assert_allclose(run(spec, qkv, kv, positions, weights)[0], expected, rtol=2e-5, atol=2e-5)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (40, 2)])
+def test_any_number_of_queries_shares_a_key(num_heads, num_kv_heads):
+    heads, positions = heads_of("qwen", num_heads, num_kv_heads), jnp.array([37], jnp.int32)
+    a = arrays("qwen", heads, 1, 64, "float32")
+    np.testing.assert_allclose(kernel(heads, a, positions)[0], reference(heads, a, positions)[0], rtol=2e-5, atol=2e-5)
 
 
 def test_a_result_depends_on_neither_batch_nor_capacity():
-    spec, positions = mixer("qwen"), jnp.array([70, 3, 12], jnp.int32)
-    qkv, kv, weights = arrays(spec, 3, 128, "bfloat16")
-    together = run(spec, qkv, kv, positions, weights)[0]
+    heads, positions = heads_of("qwen"), jnp.array([70, 3, 12], jnp.int32)
+    a = arrays("qwen", heads, 3, 128, "bfloat16")
+    together = kernel(heads, a, positions)[0]
     for b in range(3):
-        alone = KV(kv.k[b : b + 1, :, :80], kv.v[b : b + 1, :, :80])
-        out = run(spec, qkv[b : b + 1], alone, positions[b : b + 1], weights)[0]
+        alone = {name: x if name.endswith("norm") else x[b : b + 1] for name, x in a.items()}
+        alone |= {name: alone[name][:, :, :80] for name in "kv"}
+        out = kernel(heads, alone, positions[b : b + 1])[0]
         np.testing.assert_array_equal(np.float32(out[0]), np.float32(together[b]))
 
 
-def test_what_lies_behind_the_position_is_not_looked_at():
-    spec, positions = mixer("llama"), jnp.array([20, 47], jnp.int32)
-    qkv, kv, weights = arrays(spec, 2, 64, "float32")
-    poisoned = KV(*(x.at[0, :, 20:].set(jnp.nan).at[1, :, 47:].set(jnp.nan) for x in kv))
-    out = run(spec, qkv, poisoned, positions, weights)[0]
-    np.testing.assert_array_equal(out, run(spec, qkv, kv, positions, weights)[0])
+@pytest.mark.parametrize("run", [kernel, reference])
+def test_what_lies_behind_the_position_is_not_looked_at(run):
+    heads, positions = heads_of("llama"), jnp.array([20, 47], jnp.int32)
+    a = arrays("llama", heads, 2, 64, "float32")
+    high = {name: a[name].at[0, :, 20:].set(1e9).at[1, :, 47:].set(1e9) for name in "kv"}
+    np.testing.assert_array_equal(run(heads, a | high, positions)[0], run(heads, a, positions)[0])
 
 
-def test_heads_of_odd_size_are_refused():
-    spec = GQA(num_heads=2, num_kv_heads=1, head_dim=80, rope=Rope(theta=1e4, rotary_dim=80), scale=1.0, norm=NORM)
-    assert "heads of 80" in heads_of(spec).unfit
+def test_the_kernels_do_not_read_what_lies_behind_the_position():
+    heads, positions = heads_of("llama"), jnp.array([20, 47], jnp.int32)
+    a = arrays("llama", heads, 2, 64, "float32")
+    poisoned = {name: a[name].at[0, :, 20:].set(jnp.nan).at[1, :, 47:].set(jnp.nan) for name in "kv"}
+    np.testing.assert_array_equal(kernel(heads, a | poisoned, positions)[0], kernel(heads, a, positions)[0])
+
+
+def test_unfit_inputs_are_refused():
+    odd = heads_of("qwen", head_dim=80)
+    a = arrays("qwen", odd, 1, 16, "float32")
+    with pytest.raises(ValueError, match="heads of 80"):
+        decode_attention(**a, positions=jnp.zeros(1, jnp.int32), heads=odd, implementation="gpu")
+    with pytest.raises(ValueError, match="expected a cache of float32 like qkv, got bfloat16"):
+        decode_attention(**a | {"k": a["k"].astype(jnp.bfloat16)}, positions=jnp.zeros(1, jnp.int32), heads=odd)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("batch", "capacity"), [(1, 512), (4, 5000)])
 def test_it_lowers_without_the_hardware(dtype, kind, batch, capacity):
-    spec = mixer(kind, 32, 4)
-    qkv, kv, weights = jax.eval_shape(partial(arrays, spec, batch, capacity, dtype))
-    tables = jax.ShapeDtypeStruct((batch, spec.head_dim), jnp.float32)
+    heads = heads_of(kind, 32, 4)
+    a = jax.eval_shape(partial(arrays, kind, heads, batch, capacity, dtype))
+    call = partial(decode_attention, heads=heads, implementation="gpu")
     positions = jax.ShapeDtypeStruct((batch,), jnp.int32)
-
-    def call(k, v, qkv, positions, cos, sin, weights):
-        return decode_attention(
-            qkv, k, v, positions, cos, sin, heads=heads_of(spec), q_norm=weights.q_norm, k_norm=weights.k_norm,
-            sinks=weights.sinks,
-        )  # fmt: skip
-
-    text = lower_for("cuda", call, *kv, qkv, positions, tables, tables, weights, donate=(0, 1))
+    kv, rest = ([a.pop(name) for name in "kv"], a)
+    text = lower_for("cuda", lambda k, v, p, a: call(k=k, v=v, positions=p, **a), *kv, positions, rest, donate=(0, 1))
     assert "decode_attention" in text
     assert "decode_attention_combine" in text

@@ -13,7 +13,7 @@ from experts import BF16, E2M1, EXTRAS, F16, F32, REAL_SHAPES, error, oracle, ra
 from lowering import lower_for
 
 from pallas_kernels.backend import check_addressable
-from pallas_kernels.fused_moe import Config, fused_moe
+from pallas_kernels.fused_moe import FusedMoEConfig, fused_moe
 from pallas_kernels.fused_moe.config import default_config
 from pallas_kernels.fused_moe.swiglu import fp4_values, powers_of_two
 from pallas_kernels.layout import FP4, FP8, swiglu_layout
@@ -80,15 +80,15 @@ def test_kernels_agree_with_the_reference(dtype, x_dtype, hidden, width, impleme
 
 def test_any_block_shape_gives_the_same_for_fp4():
     layout, _, args = case(FP4, BF16, 192, 96, batch=2)
-    config = Config(up_rows=4, up_cols=64, down_rows=8, down_cols=32)
+    config = FusedMoEConfig(up_rows=4, up_cols=64, down_rows=8, down_cols=32)
     assert error(run("gpu", layout, args, config=config), run("xla", layout, args)) < 1e-3
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        Config(up_rows=1, up_cols=128, down_rows=4, down_cols=128, fp8="bits"),
-        Config(up_rows=8, up_cols=256, up_warps=4, down_rows=16, down_cols=256, down_warps=1),
+        FusedMoEConfig(up_rows=1, up_cols=128, down_rows=4, down_cols=128, fp8="bits"),
+        FusedMoEConfig(up_rows=8, up_cols=256, up_warps=4, down_rows=16, down_cols=256, down_warps=1),
     ],
 )
 def test_any_block_shape_gives_the_same(config):
@@ -146,7 +146,7 @@ def test_fp4_layouts_have_the_published_size():
 
 @pytest.mark.parametrize("code", [0x01, 0x07, 0x08, 0x7E, 0x81, 0xFE, 0x00])
 def test_e4m3_bits_are_exact(code):
-    from pallas_kernels.fused_moe.tiles import fp8_unit, fp8_units
+    from pallas_kernels.fused_moe.dequantize import fp8_unit, fp8_units
 
     byte = jnp.asarray([code], jnp.uint8)
     bits = fp8_units(byte, "bits", inline=False).astype(jnp.float32) * fp8_unit("bits")
@@ -179,7 +179,7 @@ def test_gpu_kernel_lowers_for_real_shapes(name, batch):
 @pytest.mark.parametrize("mode", ["convert", "bits"])
 def test_gpu_kernel_lowers_for_ragged_fp8(mode):
     layout = swiglu_layout(hidden=320, width=200, dtype=FP8)
-    config = Config(up_cols=256, down_cols=256, fp8=mode)
+    config = FusedMoEConfig(up_cols=256, down_cols=256, fp8=mode)
     lower_for(
         "cuda",
         partial(fused_moe, layout=layout, implementation="gpu", config=config),

@@ -1,4 +1,4 @@
-"""What the kinds of softmax attention share: queries a block at a time, and the softmax with a sink."""
+"""What the kinds of softmax attention share: queries a block at a time."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 QUERY_BLOCK = 256  # queries scored at once in prefill: bounds the score matrix to [B, N, 256, C]
 
@@ -24,15 +23,3 @@ def in_query_blocks(attend: Callable[..., Float[Array, "B t *out"]], *queries: A
 
     out = lax.map(lambda block: attend(*block), jax.tree.map(split, queries)).swapaxes(0, 1)
     return out.reshape(out.shape[0], length, *out.shape[3:])
-
-
-def softmax(
-    scores: Float32[Array, "B *heads T C"], sinks: Float[Array, "*heads"] | None = None
-) -> Float32[Array, "B *heads T C"]:
-    """Softmax over the last axis. With sinks, one more score per head takes part in it and its weight is dropped."""
-    if sinks is None:
-        return jax.nn.softmax(scores, axis=-1)
-    sink = sinks.astype(jnp.float32)[..., None, None]
-    peak = jnp.maximum(scores.max(axis=-1, keepdims=True), sink)
-    powers = jnp.exp(scores - peak)
-    return powers / (powers.sum(axis=-1, keepdims=True) + jnp.exp(sink - peak))

@@ -18,9 +18,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from pallas_kernels.arithmetic import einsum, linear, softmax
 from seqmoe_jax.models import ring
-from seqmoe_jax.models.layers import einsum, linear
-from seqmoe_jax.models.mixers.attend import QUERY_BLOCK, in_query_blocks, softmax
+from seqmoe_jax.models.mixers.attend import QUERY_BLOCK, in_query_blocks
 from seqmoe_jax.models.mixers.compressor import Compressor, CompressorState, CompressorWeights, Indexer, IndexerWeights
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.rope import Rope

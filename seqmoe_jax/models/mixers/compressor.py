@@ -22,8 +22,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from pallas_kernels.arithmetic import einsum, linear
 from seqmoe_jax.models import ring
-from seqmoe_jax.models.layers import einsum, linear, write_barrier
+from seqmoe_jax.models.layers import write_barrier
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.rope import Rope
 from seqmoe_jax.models.tensors import FLOAT32, Take, Tensor, Tensors, below, take_below

@@ -15,9 +15,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.arithmetic import linear
+from pallas_kernels.decode_attention.reference import attend
 from seqmoe_jax.models import ring
-from seqmoe_jax.models.layers import einsum, linear, write_barrier
-from seqmoe_jax.models.mixers.attend import QUERY_BLOCK, in_query_blocks, softmax
+from seqmoe_jax.models.layers import write_barrier
+from seqmoe_jax.models.mixers.attend import QUERY_BLOCK, in_query_blocks
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.rope import Rope
 from seqmoe_jax.models.tensors import Take, Tensor, Tensors
@@ -179,14 +181,11 @@ class GQA:
         sinks: Float[Array, "G R"] | None,
     ) -> Float[Array, "B T G R D"]:
         """Causal softmax attention over everything in `kv`; later positions, and negative (empty) ones, are masked."""
-        # Keys on the left: the other way XLA:CPU transposes the cache, and for that writes it twice.
-        scores = einsum("bgcd,btgrd->bgcrt", kv.k, q).transpose(0, 1, 3, 4, 2) * self.scale
         key, query = key_positions[:, None, None, None, :], positions[:, None, None, :, None]
         visible = key <= query
         if self.sliding_window is not None:
             visible &= (key >= 0) & (key > query - self.sliding_window)
-        weights = softmax(jnp.where(visible, scores, -jnp.inf), sinks).astype(q.dtype)
-        return einsum("bgrtc,bgcd->btgrd", weights, kv.v).astype(q.dtype)
+        return attend(q, kv.k, kv.v, visible, scale=self.scale, sinks=sinks)
 
 
 def _write(kv: KV, k: Float[Array, "B T G D"], v: Float[Array, "B T G D"], places: Int[Array, "B T"]) -> KV:

@@ -19,8 +19,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from seqmoe_jax.models.layers import einsum, linear, write_barrier
-from seqmoe_jax.models.mixers.attend import QUERY_BLOCK, in_query_blocks, softmax
+from pallas_kernels.arithmetic import einsum, linear, softmax
+from seqmoe_jax.models.layers import write_barrier
+from seqmoe_jax.models.mixers.attend import QUERY_BLOCK, in_query_blocks
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.rope import Rope
 from seqmoe_jax.models.tensors import Take, Tensor, Tensors

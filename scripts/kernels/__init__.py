@@ -1,0 +1,1 @@
+"""Benches of the kernels, one module per group: `moe`, `decode`, `cache`; what they share is in `harness`."""
