@@ -1,7 +1,7 @@
 """Predictors on disk: safetensors parts in bfloat16, the configuration in their metadata, the evaluation beside them.
 
-Every part `predictor-N.safetensors` has as metadata `seqmoe_predictor`, the `PredictorConfig` as JSON, and `part` and
-`parts`. Tensors are named as in the predictor's plain pytree, those of block i with `blocks.i.` before it.
+Every part `predictor-N.safetensors` has as metadata `seqmoe_predictor`, the `PredictorConfig` as JSON, and `parts`,
+how many there are. Tensors are named as in the predictor's plain pytree, those of block i with `blocks.i.` before it.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ def save(
     for former in directory.glob("predictor-*.safetensors"):
         former.unlink()
     paths = [directory / f"predictor-{index}.safetensors" for index in range(1, len(parts) + 1)]
-    for index, (path, part) in enumerate(zip(paths, parts, strict=True), 1):
-        metadata = {"seqmoe_predictor": config.to_json(), "part": str(index), "parts": str(len(parts))}
-        save_file(part, path, metadata=metadata)
+    for path, part in zip(paths, parts, strict=True):
+        save_file(part, path, metadata={"seqmoe_predictor": config.to_json(), "parts": str(len(parts))})
     return paths
 
 
