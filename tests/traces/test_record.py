@@ -199,7 +199,7 @@ def test_faults_that_are_said_before_anything_is_generated(engine, tmp_path):
 
 
 def test_the_command(engine, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("seqmoe_jax.cli.main.load_engine", lambda args, **options: engine)
+    monkeypatch.setattr("seqmoe_jax.cli.trace.load_engine", lambda args, **options: engine)
     (tmp_path / "p.txt").write_text("ab\ncd\n")
     words = ["trace", "/some/where/tiny", "--prompts", str(tmp_path / "p.txt"), "--out", str(tmp_path / "T.npz")]
     more = ["--max-new-tokens", str(NEW), "--name", "owner/tiny"]
