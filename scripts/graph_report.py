@@ -28,7 +28,7 @@ from pallas_kernels.plan_tasks import PlanConfig
 from seqmoe_jax.bench.settings import VARIANTS, Setting
 from seqmoe_jax.decode.step import Offload, StepConfig, empty_sequences, jitted_step
 from seqmoe_jax.experts.cache import CacheConfig, empty_cache
-from seqmoe_jax.experts.policy import rule_of
+from seqmoe_jax.experts.policy import check_policy, rule_of
 from seqmoe_jax.forecast import inference as plain
 from seqmoe_jax.forecast import store
 from seqmoe_jax.forecast.by_rows import by_rows
@@ -36,10 +36,10 @@ from seqmoe_jax.loading import random_weights
 from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.models.fused import DecodeKernels
 from seqmoe_jax.models.spec import ModelSpec
-from seqmoe_jax.options import THRESHOLD, EngineOptions, SamplingConfig, check_policy
+from seqmoe_jax.options import THRESHOLD, EngineOptions
 from seqmoe_jax.prefetch.link import Link
 from seqmoe_jax.presets import preset_path
-from seqmoe_jax.sampling import SamplingParams
+from seqmoe_jax.sampling import SamplingConfig, SamplingParams
 
 # What XLA asks of a device that is not there; sizes of an H200.
 H200 = """

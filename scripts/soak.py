@@ -29,9 +29,10 @@ from seqmoe_jax.compilation import enable_compilation_cache
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import SeqMoEError
 from seqmoe_jax.loading import find_and_load_predictor, load_model
-from seqmoe_jax.options import EngineOptions, SamplingConfig
+from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.prefetch.engine import ENGINES
 from seqmoe_jax.prefill.programs import bucket
+from seqmoe_jax.sampling import SamplingConfig
 
 CONTEXT = 256  # positions, the least that is allocated: one set of programs serves every length
 LONGEST_PROMPT, LONGEST_NEW, MAX_BATCH = 64, 160, 4

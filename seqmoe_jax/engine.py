@@ -21,20 +21,20 @@ from pallas_kernels.backend import resolve
 from seqmoe_jax.decode.step import RUNNING, Offload, Replay, Sequences, StepConfig, StepOutput, jitted_step
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.cache import PINNED, CacheConfig, empty_cache, keep, rescore, settled
-from seqmoe_jax.experts.policy import rule_of
+from seqmoe_jax.experts.policy import check_policy, rule_of
 from seqmoe_jax.forecast import inference as plain
 from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, make_plan, parse_bytes
 from seqmoe_jax.models.fused import DecodeKernels, unfit
 from seqmoe_jax.models.model import Model as Model
 from seqmoe_jax.models.model import Predictor as Predictor
 from seqmoe_jax.models.weights import ModelWeights
-from seqmoe_jax.options import EngineOptions, SamplingConfig, check_policy
+from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.prefetch.engine import Moved
 from seqmoe_jax.prefetch.factory import make_transfers
 from seqmoe_jax.prefill.programs import first_token
 from seqmoe_jax.prefill.reader import KeptRouting, PromptReader, ReadPrompts, capacity_of, check_prompts
 from seqmoe_jax.programs import Programs
-from seqmoe_jax.sampling import SamplingParams
+from seqmoe_jax.sampling import SamplingConfig, SamplingParams
 from seqmoe_jax.stats import Counts, Stats
 
 log = logging.getLogger("seqmoe_jax")

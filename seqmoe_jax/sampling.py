@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Key
 
 from seqmoe_jax.errors import ConfigError
-from seqmoe_jax.options import SamplingConfig
+from seqmoe_jax.options import SamplingConfig as SamplingConfig
 
 
 class SamplingParams(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 
 import seqmoe_jax
 from seqmoe_jax.errors import ConfigError, PromptError
-from seqmoe_jax.options import SamplingConfig
+from seqmoe_jax.sampling import SamplingConfig
 from seqmoe_jax.text import chat_of, end_tokens, harmony, model_sampling
 from seqmoe_jax.text.chat import check_messages, jinja_render
 from seqmoe_jax.text.tokenizers import TiktokenTokenizer

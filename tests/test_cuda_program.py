@@ -32,8 +32,7 @@ from seqmoe_jax.forecast.predictor import Predictor
 from seqmoe_jax.loading import random_weights
 from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.models.fused import DecodeKernels
-from seqmoe_jax.options import SamplingConfig
-from seqmoe_jax.sampling import SamplingParams
+from seqmoe_jax.sampling import SamplingConfig, SamplingParams
 from seqmoe_jax.testing import tiny_config
 
 batch, dtype, steps = int(sys.argv[1]), sys.argv[2], int(sys.argv[4])  # planned for; 0: no engine

@@ -6,7 +6,8 @@ import pytest
 
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.experts.policy import POLICIES
-from seqmoe_jax.options import EngineOptions, SamplingConfig
+from seqmoe_jax.options import EngineOptions
+from seqmoe_jax.sampling import SamplingConfig
 from seqmoe_jax.testing import tiny_model
 
 PROMPTS = [[1, 2, 3], list(range(40, 54)), [200], [9] * 12]

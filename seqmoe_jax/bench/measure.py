@@ -15,7 +15,7 @@ from seqmoe_jax.bench.profile import profile_steps
 from seqmoe_jax.bench.settings import Setting
 from seqmoe_jax.decode.step import Replay
 from seqmoe_jax.engine import Model, Predictor, TokenEngine
-from seqmoe_jax.options import SamplingConfig
+from seqmoe_jax.sampling import SamplingConfig
 
 PROMPT = 128  # tokens
 

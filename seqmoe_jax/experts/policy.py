@@ -9,6 +9,7 @@ from typing import Literal
 
 from pallas_kernels.slot_update import Rule
 from seqmoe_jax.options import Policy as Policy
+from seqmoe_jax.options import check_policy as check_policy
 
 POLICIES: dict[Policy, str] = {
     "seqmoe": "evict what the forecast needs least",

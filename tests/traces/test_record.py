@@ -12,7 +12,7 @@ from seqmoe_jax.api import Engine
 from seqmoe_jax.cli.main import main
 from seqmoe_jax.errors import PromptError
 from seqmoe_jax.experts import cache
-from seqmoe_jax.options import SamplingConfig
+from seqmoe_jax.sampling import SamplingConfig
 from seqmoe_jax.testing import tiny_engine
 from seqmoe_jax.traces import record as recording
 from seqmoe_jax.traces.format import read_trace
