@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from seqmoe_jax import __version__
 from seqmoe_jax.errors import SeqMoEError
-from seqmoe_jax.host_memory import host_memory_bytes
 
 
 class Command(NamedTuple):
@@ -61,14 +60,12 @@ def build_parser(used: str | None = None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status: 0, 1 for what does not fit, 2 for bad input, 130 for an interrupt."""
     words = sys.argv[1:] if argv is None else list(argv)
-    # Read when JAX starts. It would otherwise take 75 % of a GPU's memory at most, and pin 64 GB of the host's.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(64, host_memory_bytes() >> 30)))
     parser = build_parser(words[0] if words else None)
     args = parser.parse_args(words)
     if args.run is None:
         parser.print_help()
         return 0
+    _let_jax_use_memory()
     try:
         return int(args.run(args))
     except SeqMoEError as error:
@@ -80,3 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+
+
+def _let_jax_use_memory() -> None:
+    """JAX reads these when it starts. It would otherwise take 75 % of a GPU's memory, and pin 64 GB of the host's."""
+    from seqmoe_jax.host_memory import host_memory_bytes
+
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(64, host_memory_bytes() >> 30)))
