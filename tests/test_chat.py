@@ -10,7 +10,7 @@ import pytest
 import seqmoe_jax
 from seqmoe_jax.errors import ConfigError, PromptError
 from seqmoe_jax.options import SamplingConfig
-from seqmoe_jax.text import chat_of, end_tokens, harmony, model_sampling
+from seqmoe_jax.text import chat_of, eos_token_ids, harmony, model_sampling
 from seqmoe_jax.text.chat import check_messages, jinja_render
 from seqmoe_jax.text.tokenizers import TiktokenTokenizer
 
@@ -178,8 +178,8 @@ def test_an_option_that_a_format_does_not_take_is_refused(tmp_path):
 
 def test_gpt_oss_ends_where_it_returns_or_calls(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [200002, 199999]}))
-    assert end_tokens(tmp_path, "gpt_oss") == (200002, 199999, 200012)
-    assert end_tokens(tmp_path, "qwen3_moe") == (200002, 199999)
+    assert eos_token_ids(tmp_path, "gpt_oss") == (200002, 199999, 200012)
+    assert eos_token_ids(tmp_path, "qwen3_moe") == (200002, 199999)
 
 
 def test_sampling_of_the_model_is_what_its_file_says(tmp_path):

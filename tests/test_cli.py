@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from scripts.checks.random_checkpoint import make_config, write_checkpoint
 
+from scripts.checks.random_checkpoint import make_config, write_checkpoint
 from seqmoe_jax import __version__
 from seqmoe_jax.cli.main import COMMANDS, main
 from seqmoe_jax.compilation import VARIABLE
