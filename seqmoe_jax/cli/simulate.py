@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 def forecasts_by(predictor: str, whole: Trace, trace: Trace, *, model: str | None, rollout: int) -> Forecasts:
     """What a predictor says of `trace`, a part of `whole`, and of `rollout` steps after each."""
     if predictor == "first-order":
-        from seqmoe_jax.simulation.first_order import FirstOrder
+        from seqmoe_jax.traces.first_order import FirstOrder
 
         return FirstOrder.fit(whole.select("train")).forecasts(trace, rollout=rollout)
     from seqmoe_jax.forecast import store

@@ -12,7 +12,7 @@ import pytest
 
 from seqmoe_jax.cli.simulate import add_arguments, run
 from seqmoe_jax.errors import ConfigError, PredictorError, TraceError
-from seqmoe_jax.simulation.first_order import FirstOrder
+from seqmoe_jax.traces.first_order import FirstOrder
 from seqmoe_jax.traces.forecasts import write_forecasts
 
 EXCERPT = str(Path(__file__).parents[1] / "data" / "gptoss20b_excerpt.npz")

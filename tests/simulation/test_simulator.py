@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from seqmoe_jax.errors import ConfigError, TraceError
-from seqmoe_jax.simulation.first_order import FirstOrder
 from seqmoe_jax.simulation.settings import Simulation
 from seqmoe_jax.simulation.simulator import simulate
+from seqmoe_jax.traces.first_order import FirstOrder
 from seqmoe_jax.traces.format import Trace
 
 PREFETCHERS = ["seqmoe", "moe-infinity", "promoe"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from seqmoe_jax.errors import TraceError
-from seqmoe_jax.simulation.first_order import FirstOrder
+from seqmoe_jax.traces.first_order import FirstOrder
 from seqmoe_jax.traces.forecasts import Forecasts, read_forecasts, write_forecasts
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from seqmoe_jax.simulation.first_order import FirstOrder
+from seqmoe_jax.traces.first_order import FirstOrder
 from seqmoe_jax.traces.format import Trace
 
 # Scores of the step that is h >= 1 steps after the last known one, whose features are given.
