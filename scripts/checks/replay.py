@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from seqmoe_jax.api import load
-from seqmoe_jax.experts import cache
+from seqmoe_jax.decode import layer
+from seqmoe_jax.experts.cache import moe_decode
 
 PROMPTS = (
     "def fibonacci(n):", "Once upon a time", "ROMEO:\n", "public class Stack {", "Question: Tom has 5 boxes",
@@ -28,14 +29,12 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=161, help="tokens per prompt (default: 161)")
     args = parser.parse_args()
     heard: dict[int, np.ndarray] = {}
-    find_slots = cache.find_slots
 
-    def listening(slots: Any, ids: Any, layer: Any, config: Any, *rest: Any, **options: Any) -> Any:
-        if isinstance(layer, int):  # decoding; prefill compiles one program for all layers
-            jax.debug.callback(lambda clock, now: heard.update({int(clock): np.array(now)}), slots.clock + layer, ids)
-        return find_slots(slots, ids, layer, config, *rest, **options)
+    def listening(x: Any, ids: Any, weights: Any, slots: Any, pool: Any, index: Any, *rest: Any) -> Any:
+        jax.debug.callback(lambda clock, now: heard.update({int(clock): np.array(now)}), slots.clock + index, ids)
+        return moe_decode(x, ids, weights, slots, pool, index, *rest)
 
-    cache.find_slots = listening  # type: ignore[assignment]
+    layer.moe_decode = listening  # type: ignore[attr-defined]
     # Rule lru counts the layers that ran: that orders what is heard.
     engine = load(args.model, residency=0.9, policy="lru", max_batch=len(PROMPTS))
     prompts = [engine.request(prompt).tokens for prompt in PROMPTS]
