@@ -1,4 +1,4 @@
-"""`decode_attention` for NVIDIA GPUs: positions are split over programs, then their shares are combined (two launches).
+"""`decode_attention` for NVIDIA GPUs, in two launches: positions are split over programs, their partials are combined.
 
 Which program does which positions, and the order of all sums, follow from a sequence's position alone: its result
 depends neither on the batch nor on the capacity. Programs that lie behind the position end at once. The new key and
@@ -37,52 +37,52 @@ def decode_attention(
 ) -> tuple[Float[Array, "B ND"], Float[Array, "B G C D"], Float[Array, "B G C D"]]:
     """See `decode_attention.api`."""
     config = config or default_config(heads.head_dim, qkv.dtype.itemsize)
-    batch, held = k.shape[0], k.shape[2]
+    batch, capacity = k.shape[0], k.shape[2]
     dim, splits = heads.head_dim, config.splits
     norms = [] if heads.norm is None else [q_norm, k_norm]
-    shares = jax.ShapeDtypeStruct((batch, heads.num_heads, splits, dim), jnp.float32)
+    partials = jax.ShapeDtypeStruct((batch, heads.num_heads, splits, dim), jnp.float32)
     scalars = jax.ShapeDtypeStruct((batch, heads.num_heads, splits), jnp.float32)
-    k, v, shares, peaks, sums = pl.pallas_call(
-        partial(_share_kernel, heads=heads, config=config, interpret=interpret),
-        out_shape=[*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)), shares, scalars, scalars],
-        grid=(min(splits, pl.cdiv(held, config.tile)), heads.num_kv_heads, batch),
+    k, v, partials, peaks, sums = pl.pallas_call(
+        partial(_split_kernel, heads=heads, config=config, interpret=interpret),
+        out_shape=[*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)), partials, scalars, scalars],
+        grid=(min(splits, pl.cdiv(capacity, config.tile)), heads.num_kv_heads, batch),
         input_output_aliases={0: 0, 1: 1},
         compiler_params=plgpu.CompilerParams(num_warps=config.warps, num_stages=2),
         interpret=interpret,
         name="decode_attention",
     )(k, v, positions, qkv, cos, sin, *norms)
     out = pl.pallas_call(
-        partial(_combine_kernel, held=held, config=config),
+        partial(_combine_kernel, capacity=capacity, config=config),
         out_shape=jax.ShapeDtypeStruct((batch, heads.num_heads * dim), qkv.dtype),
         grid=(heads.num_heads, batch),
         compiler_params=plgpu.CompilerParams(num_warps=config.combine_warps, num_stages=1),
         interpret=interpret,
         name="decode_attention_combine",
-    )(positions, shares, peaks, sums, *([] if sinks is None else [sinks]))
+    )(positions, partials, peaks, sums, *([] if sinks is None else [sinks]))
     return out, k, v
 
 
-def _division(position: Int[Array, ""], held: int, config: DecodeAttentionConfig) -> tuple[Array, Array, Array]:
+def _division(position: Int[Array, ""], capacity: int, config: DecodeAttentionConfig) -> tuple[Array, Array, Array]:
     """The last place that is attended to, how many tiles that makes, and tiles per program."""
-    last = jnp.minimum(position, held - 1)
+    last = jnp.minimum(position, capacity - 1)
     tiles = lax.div(last, jnp.int32(config.tile)) + 1
     return last, tiles, lax.div(tiles + (config.splits - 1), jnp.int32(config.splits))
 
 
-def _share_kernel(
+def _split_kernel(
     k_ref: Any, v_ref: Any, positions_ref: Any, qkv_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any,
     heads: Heads, config: DecodeAttentionConfig, interpret: bool,
 ) -> None:  # fmt: skip
     """One program's positions of one sequence, for the queries that share a key/value head."""
     q_norm_ref, k_norm_ref = refs[:2] if heads.norm is not None else (None, None)
-    new_k_ref, new_v_ref, shares_ref, peaks_ref, sums_ref = refs[-5:]
-    share, g, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    held, dim, tile = k_ref.shape[2], heads.head_dim, config.tile
+    new_k_ref, new_v_ref, partials_ref, peaks_ref, sums_ref = refs[-5:]
+    split, g, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    capacity, dim, tile = k_ref.shape[2], heads.head_dim, config.tile
     group = heads.num_heads // heads.num_kv_heads
     position = positions_ref[b]
-    last, tiles, per_program = _division(position, held, config)
-    place = lax.rem(position, jnp.int32(held))
-    first = share * per_program
+    last, tiles, per_program = _division(position, capacity, config)
+    place = lax.rem(position, jnp.int32(capacity))
+    first = split * per_program
     end = jnp.minimum(first + per_program, tiles)
 
     @pl.when(first < end)
@@ -125,10 +125,10 @@ def _share_kernel(
         peak, total, out = lax.fori_loop(first, end, attend, start)
         real = rows < group
         to = jnp.where(real, queries, heads.num_heads)  # masked lanes point outside: interpreted, they are written back
-        plgpu.store(peaks_ref.at[b, to, share], peak, mask=real)
-        plgpu.store(sums_ref.at[b, to, share], total, mask=real)
+        plgpu.store(peaks_ref.at[b, to, split], peak, mask=real)
+        plgpu.store(sums_ref.at[b, to, split], total, mask=real)
         row, column = jnp.broadcast_to(to[:, None], out.shape), jnp.broadcast_to(lanes[None], out.shape)
-        plgpu.store(shares_ref.at[b, row, share, column], out, mask=jnp.broadcast_to(real[:, None], out.shape))
+        plgpu.store(partials_ref.at[b, row, split, column], out, mask=jnp.broadcast_to(real[:, None], out.shape))
 
         own = lax.div(place, jnp.int32(tile))
 
@@ -138,19 +138,19 @@ def _share_kernel(
             new_v_ref[b, g, pl.ds(place, 1), :] = new_v
 
 
-def _combine_kernel(positions_ref: Any, shares_ref: Any, peaks_ref: Any, sums_ref: Any, *refs: Any,
-                    held: int, config: DecodeAttentionConfig) -> None:  # fmt: skip
-    """One head of one sequence, of all programs' shares."""
+def _combine_kernel(positions_ref: Any, partials_ref: Any, peaks_ref: Any, sums_ref: Any, *refs: Any,
+                    capacity: int, config: DecodeAttentionConfig) -> None:  # fmt: skip
+    """One head of one sequence, of all programs' partials."""
     *maybe_sinks, out_ref = refs
     n, b = pl.program_id(0), pl.program_id(1)
-    dim = shares_ref.shape[3]
-    _, tiles, per_program = _division(positions_ref[b], held, config)
+    dim = partials_ref.shape[3]
+    _, tiles, per_program = _division(positions_ref[b], capacity, config)
     index = jnp.arange(config.splits, dtype=jnp.int32)
     real = index * per_program < tiles
     peaks = plgpu.load(peaks_ref.at[b, n, :], mask=real, other=-jnp.inf)
     sums = plgpu.load(sums_ref.at[b, n, :], mask=real, other=0.0)
-    shares = plgpu.load(
-        shares_ref.at[b, n, :, :], mask=jnp.broadcast_to(real[:, None], (config.splits, dim)), other=0.0
+    partials = plgpu.load(
+        partials_ref.at[b, n, :, :], mask=jnp.broadcast_to(real[:, None], (config.splits, dim)), other=0.0
     )
     peak = jnp.max(peaks)
     if maybe_sinks:
@@ -160,7 +160,7 @@ def _combine_kernel(positions_ref: Any, shares_ref: Any, peaks_ref: Any, sums_re
     total = jnp.sum(factors * sums)
     if maybe_sinks:
         total += jnp.exp(sink - peak)
-    out_ref[b, pl.ds(n * dim, dim)] = (jnp.sum(factors[:, None] * shares, axis=0) / total).astype(out_ref.dtype)
+    out_ref[b, pl.ds(n * dim, dim)] = (jnp.sum(factors[:, None] * partials, axis=0) / total).astype(out_ref.dtype)
 
 
 def _raw(qkv_ref: Any, b: Array, index: Int[Array, "M D"]) -> Float32[Array, "M D"]:

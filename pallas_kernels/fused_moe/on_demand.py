@@ -30,7 +30,7 @@ ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)  # slots on the device, the pool in
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharing:
+class OnDemandConfig:
     """How many share the work that there is only where experts are missing; whoever has none of it ends at once.
 
     All loading programs copy one missing expert after the other, so their number does not depend on how many may be
@@ -137,7 +137,7 @@ def load_and_project_up(
     *,
     layout: ExpertLayout,
     config: FusedMoEConfig,
-    sharing: Sharing,
+    sharing: OnDemandConfig,
     interpret: bool = False,
 ) -> tuple[Shaped[Array, "S n"], Float[Array, "R F"]]:
     """The slots with the missing experts, and hidden values of the routes whose experts were there; others' rows are
@@ -168,7 +168,7 @@ def project_up_late(
     *,
     layout: ExpertLayout,
     config: FusedMoEConfig,
-    sharing: Sharing,
+    sharing: OnDemandConfig,
     interpret: bool = False,
 ) -> Float[Array, "R F"]:
     """Hidden values `h` with those of the routes whose experts have been loaded."""
@@ -197,11 +197,11 @@ def moe_on_demand(
     *,
     layout: ExpertLayout,
     config: FusedMoEConfig | None = None,
-    sharing: Sharing | None = None,
+    sharing: OnDemandConfig | None = None,
     interpret: bool = False,
 ) -> tuple[Shaped[Array, "S n"], Float32[Array, "B H"]]:
     check_addressable(slots=slots, pool=pool)
-    config, sharing = config or default_config(layout, slot_ids.shape[1]), sharing or Sharing()
+    config, sharing = config or default_config(layout, slot_ids.shape[1]), sharing or OnDemandConfig()
     config.check(layout)
     ids, weights = slot_ids.reshape(-1).astype(jnp.int32), weights.reshape(-1).astype(jnp.float32)
     how: dict[str, Any] = {"layout": layout, "config": config, "interpret": interpret}

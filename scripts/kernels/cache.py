@@ -69,8 +69,11 @@ def compare_states(name: str, engine: bool, trials: int, interpret: bool) -> flo
 def layer_jobs(args: argparse.Namespace) -> Iterator[Job]:
     """Layers of slot_update alone and with miss_load, with and without an engine."""
     length = args.block_bytes // 2
+    how: dict[str, Any] = {"implementation": "gpu", "interpret": args.interpret}
+    copy = jax.jit(partial(miss_load, **how))
     for name, engine in itertools.product(args.shapes, (False, True)):
         all_layers, experts, slots, active = SHAPES[name]
+        update = jax.jit(partial(slot_update, num_experts=experts, rule="lru", **how))
         layers = min(all_layers, args.layers // 2) or 1
         place = jnp.asarray if args.interpret else pinned  # interpreted kernels know no memory spaces
         pool = place(np.ones((experts, length), np.uint16))
@@ -81,7 +84,7 @@ def layer_jobs(args: argparse.Namespace) -> Iterator[Job]:
             if engine:
                 tasks["landed"] = place(np.zeros(slots, np.int32))
 
-            program = partial(layer_chain, experts, load, args.interpret)
+            program = partial(layer_chain, update, copy if load else None, experts)
             state = partial(tables_and_cache, tables, rows, length)
             # Both steps in one program: arguments at other addresses would have the CUDA graph changed on every run.
             yield Job(
@@ -95,17 +98,13 @@ def tables_and_cache(tables: SlotTables, rows: int, length: int) -> Any:
     return jax.tree.map(jnp.copy, tables), jnp.zeros((rows, length), jnp.uint16), jnp.int32(2)
 
 
-def layer_chain(experts: int, load: bool, interpret: bool, state: Any, pool: Array, ids: Any, engine: Any) -> Any:
+def layer_chain(update: Any, copy: Any, experts: int, state: Any, pool: Array, ids: Any, engine: Any) -> Any:
     tables, cache, clock = state
-    how: dict[str, Any] = {"implementation": "gpu", "interpret": interpret}
     for step in ids:
         for layer, routed in enumerate(step):
-            first = layer * experts
-            tables, _, miss, dst, _ = slot_update(
-                tables, routed, first_key=first, clock=clock, num_experts=experts, rule="lru", **engine, **how
-            )
-            if load:
-                cache = miss_load(cache, pool, miss, dst, **how)
+            tables, _, miss, dst, _ = update(tables, routed, first_key=layer * experts, clock=clock, **engine)
+            if copy is not None:
+                cache = copy(cache, pool, miss, dst)
         clock = clock + 1
     return tables, cache, clock
 
@@ -155,7 +154,7 @@ def link_jobs(args: argparse.Namespace) -> Iterator[Job]:
             inputs = pool, tuple(tuple(map(jnp.asarray, each)) for each in plan)
             yield Job(
                 labels={"link": block_bytes, "misses": misses, **dataclasses.asdict(config)}, 
-                program=partial(link_chain, call),
+                program=partial(link_chain, jax.jit(call)),
                 state=state, inputs=inputs, calls=args.layers, nbytes=misses * block_bytes,
                 check=partial(check_load, call, state, pool, plan[0]),
             )  # fmt: skip

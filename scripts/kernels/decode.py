@@ -23,7 +23,7 @@ from pallas_kernels.decode_attention import DecodeAttentionConfig, Heads, decode
 from pallas_kernels.matvec import MatvecConfig, matvec
 from pallas_kernels.matvec.config import default_config
 from pallas_kernels.router_choice import Choice, router_choice
-from scripts.kernels.harness import BF16, Job, compare, difference, draw, parser, run
+from scripts.kernels.harness import BF16, Job, compare, difference, draw, jitted, parser, run
 from seqmoe_jax.models.norms import RMSNorm
 
 NORM = RMSNorm(eps=1e-6)
@@ -69,12 +69,12 @@ def matvec_jobs(args: argparse.Namespace) -> Iterator[Job]:
             calls = min(2, args.layers) if matrix == "head" else args.layers
             w = [draw(index, outputs, width, scale=width**-0.5, dtype=shape.dtype) for index in range(calls)]
             weight, state = draw(7, width, dtype=shape.dtype), partial(draw, 5, batch, width, dtype=shape.dtype)
-            call = partial(matvec, norm_weight=weight, norm=None if matrix == "o" else NORM)
+            call: Any = partial(matvec, norm_weight=weight, norm=None if matrix == "o" else NORM)
             kernel = partial(call, implementation="gpu", interpret=args.interpret)
             ways: dict[str, Any] = {"xla": partial(call, implementation="xla"), "default": kernel}
             if args.sweep:
                 ways |= {str(config): partial(kernel, config=config) for config in other_configs(width, w[0])}
-            for label, call in ways.items():
+            for label, call in jitted(ways).items():
                 yield Job(
                     labels={"matvec": name, "matrix": matrix, "batch": batch, "config": label},
                     program=partial(matvec_chain, call), state=state, inputs=(w,), calls=calls, nbytes=w[0].nbytes,
@@ -109,13 +109,13 @@ def attention_jobs(args: argparse.Namespace) -> Iterator[Job]:
         for tile, warps in grid:
             config = DecodeAttentionConfig(tile=tile, warps=warps)
             ways[str(config)] = partial(kernel, config=config)
-        for (position, capacity), (label, call) in itertools.product(shape.positions, ways.items()):
+        for (position, capacity), (label, call) in itertools.product(shape.positions, jitted(ways).items()):
             state = partial(qkv_and_caches, one, heads, batch, capacity, args.layers)
             operands = jnp.full(batch, position, jnp.int32), turns[0], turns[1]
             labels = {"attention": name, "batch": batch, "position": position, "capacity": capacity, "config": label}
             yield Job(
                 labels=labels, program=partial(attention_chain, call), state=state, inputs=operands, calls=args.layers,
-                check=partial(check_attention, call, ways["xla"], state, *operands),
+                check=partial(check_attention, label, call, ways["xla"], state, *operands),
             )  # fmt: skip
 
 
@@ -141,12 +141,14 @@ def attention_chain(call: Any, state: Any, *operands: Array) -> Any:
     return qkv, new
 
 
-def check_attention(call: Any, reference: Any, state: Any, positions: Array, cos: Array, sin: Array) -> float:
+def check_attention(
+    label: str, call: Any, reference: Any, state: Any, positions: Array, cos: Array, sin: Array
+) -> float:
     """Against the reference; and a sequence alone, in the least capacity, has the bits that it has in the batch."""
     qkv, (kv, *_) = state()
     got, want = (jax.jit(f)(qkv, kv, positions, cos, sin) for f in (call, reference))
     least = int(positions[-1]) + 1
-    if call is not reference:
+    if label != "xla":
         alone = qkv[-1:], tuple(x[-1:, :, :least] for x in kv), positions[-1:], cos[-1:], sin[-1:]
         difference(jax.jit(call)(*alone)[0], got[0][-1:], 0.0)
     return difference(got, want, 1e-2)
@@ -165,7 +167,7 @@ def router_jobs(args: argparse.Namespace) -> Iterator[Job]:
             "xla": partial(route, choice=choice, how={"implementation": "xla"}),
             "gpu": partial(route, choice=choice, how={"implementation": "gpu", "interpret": args.interpret}),
         }
-        for label, call in ways.items():
+        for label, call in jitted(ways).items():
             yield Job(
                 labels={"router": name, "batch": batch, "config": label}, program=partial(route_chain, call),
                 state=state, inputs=(w, weight), calls=args.layers,

@@ -116,6 +116,11 @@ def difference(got: Any, want: Any, tolerance: float) -> float:
     return worst
 
 
+def jitted(ways: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """Each traced once, however often a program calls it."""
+    return {label: jax.jit(call) for label, call in ways.items()}
+
+
 def compare(
     call: Callable[..., Any], reference: Callable[..., Any], state: Callable[[], Any], *rest: Any, tolerance: float
 ) -> float:

@@ -30,7 +30,7 @@ from pallas_kernels.grouped_moe import GroupedMoEConfig, assign_blocks, grouped_
 from pallas_kernels.grouped_moe.config import default_config as default_grouped_config
 from pallas_kernels.layout import FP4, FP8, Activation, ExpertLayout, swiglu_layout
 from pallas_kernels.miss_load import miss_load
-from scripts.kernels.harness import BF16, Job, compare, draw, parser, pinned, random_experts, run
+from scripts.kernels.harness import BF16, Job, compare, draw, jitted, parser, pinned, random_experts, run
 
 OSS: dict[str, Any] = {"activation": Activation(limit=7.0, slope=1.702, shift=1.0), "bias": BF16}
 # K, H, F, dtype of the experts, and what GPT-OSS's have besides.
@@ -70,7 +70,7 @@ def decode_jobs(args: argparse.Namespace) -> Iterator[Job]:
         ways: dict[str, Any] = {"xla": reference, "default": kernel}
         if args.sweep:
             ways |= {str(config): partial(kernel, config=config) for config in other_configs(layout, default)}
-        for label, call in ways.items():
+        for label, call in jitted(ways).items():
             yield Job(
                 labels={"moe": name, "batch": batch, "config": label}, program=partial(decode_chain, call), state=state,
                 inputs=(slots, ids, weights), calls=args.layers,
@@ -109,7 +109,7 @@ def on_demand_jobs(args: argparse.Namespace) -> Iterator[Job]:
         how = {"layout": layout, "implementation": "gpu", "interpret": args.interpret}
         ways = {"loaded first": partial(load_first, **how), "meanwhile": partial(moe_on_demand, **how)}
         state = partial(x_and_slots, batch, hidden, slots)
-        for missing, (label, call) in itertools.product((0, 1, 2), ways.items()):
+        for missing, (label, call) in itertools.product((0, 1, 2), jitted(ways).items()):
             experts, dst = np.full((2, layers, routes), -1, np.int32)
             experts[:, :missing] = np.arange(missing)
             dst[:, :missing] = routes * np.arange(layers)[:, None] + np.arange(missing)
@@ -161,7 +161,7 @@ def prefill_jobs(args: argparse.Namespace) -> Iterator[Job]:
         ways: dict[str, Any] = {"default": kernel}
         if args.sweep:
             ways |= {str(config): partial(kernel, config=config) for config in other_grouped_configs(layout)}
-        for label, call in ways.items():
+        for label, call in jitted(ways).items():
             yield Job(
                 labels={"prefill": name, "tokens": tokens, "rows": rows, "config": label},
                 program=partial(prefill_chain, call, args.layers), state=state, inputs=inputs, calls=args.layers,

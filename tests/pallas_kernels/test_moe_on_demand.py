@@ -13,7 +13,7 @@ from lowering import lower_for
 
 from pallas_kernels.fused_moe import fused_moe, moe_on_demand, on_demand
 from pallas_kernels.fused_moe.config import default_config
-from pallas_kernels.fused_moe.on_demand import Sharing
+from pallas_kernels.fused_moe.on_demand import OnDemandConfig
 from pallas_kernels.layout import FP4, FP8, swiglu_layout
 
 CASES = {  # dtype of the expert, dtype of x, H, F; biases and other activations as EXTRAS says
@@ -32,7 +32,7 @@ ROUTES = {
     "one of both tokens": ([[3, -1, 4], [4, 1, 3]], {4: 2}),
     "one without a slot": ([[3, -1, 0], [-1, 1, 4]], {4: 3}),
 }
-UNEVEN = Sharing(loading_warps=3, bytes_per_warp=1024, late_programs=3)
+UNEVEN = OnDemandConfig(loading_warps=3, bytes_per_warp=1024, late_programs=3)
 
 
 def case(name, routes, batch):
