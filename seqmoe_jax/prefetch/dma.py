@@ -37,7 +37,7 @@ FOLLOWED_STEPS = 64  # dispatches between two looks at the measured transfer cos
 
 
 class Calls(NamedTuple):
-    """Addresses of the driver's functions, or of what takes their place: see `worker.SETUP`."""
+    """Addresses of the driver's functions, or of what takes their place: see `state.SETUP`."""
 
     memcpy: int
     event_record: int
@@ -47,8 +47,8 @@ class Calls(NamedTuple):
 class Dma:
     """See the module. `calls` takes the place of the CUDA driver where there is none.
 
-    `setup` is what the worker looks up at every turn: the addresses of the driver's functions there may be
-    exchanged, for functions that behave worse.
+    `setup` is what the worker looks up at every turn. The driver's functions there may be exchanged, for functions that
+    behave worse.
     """
 
     name = "dma"
@@ -66,7 +66,6 @@ class Dma:
     ):
         self.config, self._device = config, device
         plan = config.plan
-        self._driver = None if calls is not None else CopyStream(device, events=2)
         self._board = _pinned(np.zeros(plan.board_words, np.int32), device)
         self._progress = _pinned(np.full(16, -1, np.int32), device)
         self._outbox = _pinned(np.zeros(OUTBOX, np.int32), device)
@@ -75,15 +74,18 @@ class Dma:
         self._timespec = np.zeros(2, np.int64)
         self.setup, self.shared = record(SETUP), record(SHARED)
         setup, libc = self.setup, ctypes.CDLL(None)
-        setup.memcpy, setup.event_record, setup.event_query = calls or _calls_of(self._driver)  # type: ignore[arg-type]  # one is there
+        self._driver: CopyStream | None = None
+        if calls is None:
+            self._driver = driver = CopyStream(device, events=2)
+            setup.stream, (setup.even_event, setup.odd_event) = driver.stream, driver.events
+            calls = _calls_of(driver)
+        setup.memcpy, setup.event_record, setup.event_query = calls
         setup.clock_gettime, setup.usleep = address_of(libc.clock_gettime), address_of(libc.usleep)
         setup.board, setup.progress, setup.outbox = (
             array.unsafe_buffer_pointer() for array in (self._board, self._progress, self._outbox)
         )
         setup.tags, setup.timespec = self._tags.ctypes.data, self._timespec.ctypes.data
         setup.pools = self._pool_addresses.ctypes.data
-        if self._driver is not None:
-            setup.stream, (setup.even_event, setup.odd_event) = self._driver.stream, self._driver.events
         setup.room, setup.layers, setup.experts = plan.tasks, plan.layers, plan.experts
         setup.expert_bytes, setup.part_bytes = config.expert_bytes, PART_BYTES
         setup.scheduler = SCHEDULERS[config.scheduler]

@@ -13,17 +13,7 @@ from typing import no_type_check
 
 import numpy as np
 
-from pallas_kernels.plan_tasks import (
-    CHECK,
-    CONFIDENCE,
-    CONFIDENCE_UNIT,
-    DEADLINE,
-    FIRST_TASK,
-    KEY,
-    NUMBER,
-    SLOT,
-    TAG,
-)
+from pallas_kernels.plan_tasks import CHECK, CONFIDENCE, CONFIDENCE_UNIT, DEADLINE, FIRST_TASK, KEY, NUMBER, SLOT, TAG
 from pallas_kernels.slot_update import PROGRESS_UNIT, UNDER_WAY
 from seqmoe_jax.prefetch.compiled import call, compiled, inlined, int32_at, int64_at
 from seqmoe_jax.prefetch.schedule import ALPHA, choose, next_average
@@ -82,10 +72,9 @@ def event_of(setup, part):
 @no_type_check
 def note_parts(setup, shared, transfer):
     """Notes which parts have arrived."""
-    while (
-        transfer.parts_done < transfer.parts_sent
-        and call(setup.event_query, (event_of(setup, transfer.parts_done),)) == 0
-    ):
+    while transfer.parts_done < transfer.parts_sent:
+        if call(setup.event_query, (event_of(setup, transfer.parts_done),)) != 0:
+            break
         shared.bytes += min(setup.part_bytes, setup.expert_bytes - transfer.parts_done * setup.part_bytes)
         transfer.parts_done += 1
 
