@@ -88,7 +88,7 @@ class Step:
 
     def tag(self, slot):
         """As the device sees it."""
-        return int(host_view(self.engine.link().landed)[slot])
+        return int(host_view(self.engine._landed)[slot])
 
     def counts_of(self, transfers):
         """Once so many have ended: the worker notices the end of one after it has sent its tag."""
