@@ -29,11 +29,12 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=161, help="tokens per prompt (default: 161)")
     args = parser.parse_args()
     heard: dict[int, np.ndarray] = {}
+
     def listening(x: Any, ids: Any, weights: Any, slots: Any, pool: Any, index: Any, *rest: Any) -> Any:
         jax.debug.callback(lambda clock, now: heard.update({int(clock): np.array(now)}), slots.clock + index, ids)
         return moe_decode(x, ids, weights, slots, pool, index, *rest)
 
-    layer.moe_decode = listening  # type: ignore[attr-defined]
+    layer.moe_decode = listening  # type: ignore[attr-defined, assignment]
     # Rule lru counts the layers that ran: that orders what is heard.
     engine = load(args.model, residency=0.9, policy="lru", max_batch=len(PROMPTS))
     prompts = [engine.request(prompt).tokens for prompt in PROMPTS]
