@@ -10,8 +10,8 @@ import pytest
 
 from seqmoe_jax.api import Engine
 from seqmoe_jax.cli.main import main
+from seqmoe_jax.decode import layer
 from seqmoe_jax.errors import PromptError
-from seqmoe_jax.experts import cache
 from seqmoe_jax.sampling import SamplingConfig
 from seqmoe_jax.testing import tiny_engine
 from seqmoe_jax.traces import record as recording
@@ -37,14 +37,13 @@ def trace(engine, tmp_path_factory):
 def test_the_replay_routes_as_decoding_did(monkeypatch):
     """Against a recording made inside the decode step itself."""
     decoded: dict[int, np.ndarray] = {}
-    honest = cache.find_slots
+    moe_decode = layer.moe_decode
 
-    def listening(slots, ids, layer, config, *rest, **options):
-        if isinstance(layer, int):  # decoding; prefill traces one program for all layers
-            jax.debug.callback(lambda clock, now: decoded.update({int(clock): np.array(now)}), slots.clock + layer, ids)
-        return honest(slots, ids, layer, config, *rest, **options)
+    def listening(x, ids, weights, slots, pool, index, *rest):
+        jax.debug.callback(lambda clock, now: decoded.update({int(clock): np.array(now)}), slots.clock + index, ids)
+        return moe_decode(x, ids, weights, slots, pool, index, *rest)
 
-    monkeypatch.setattr(cache, "find_slots", listening)
+    monkeypatch.setattr(layer, "moe_decode", listening)
     monkeypatch.setattr("seqmoe_jax.prefill.programs.CHUNK", 32)  # several chunks of prefill
     # Of a shape that no other test has: a step compiled before does not listen.
     engine = tiny_engine(seed=3, residency=0.7, policy="lru", max_batch=2)
