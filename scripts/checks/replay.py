@@ -34,7 +34,7 @@ def main() -> None:
         jax.debug.callback(lambda clock, now: heard.update({int(clock): np.array(now)}), slots.clock + index, ids)
         return moe_decode(x, ids, weights, slots, pool, index, *rest)
 
-    layer.moe_decode = listening  # type: ignore[attr-defined]
+    layer.moe_decode = listening  # type: ignore[attr-defined, assignment]
     # Rule lru counts the layers that ran: that orders what is heard.
     engine = load(args.model, residency=0.9, policy="lru", max_batch=len(PROMPTS))
     prompts = [engine.request(prompt).tokens for prompt in PROMPTS]
