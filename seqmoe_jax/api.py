@@ -149,7 +149,7 @@ class Engine:
             if (chat := self.chat) is None:
                 raise PromptError("this model has no chat template; give a prompt instead of messages")
             text = chat.prompt(messages, **(chat_options or {}))
-            tokens = encode_prompt(self.tokenizer, text, index, bare=True)
+            tokens = encode_prompt(self.tokenizer, text, index, add_special_tokens=False)
         elif isinstance(prompt, Sequence) and not isinstance(prompt, str):
             tokens = list(prompt)
         else:

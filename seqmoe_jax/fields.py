@@ -1,4 +1,4 @@
-"""Typed reading of a Hugging Face `config.json`: every fault is one line that names the field."""
+"""Typed reading of a model's JSON configuration (`config.json`): every fault is one line that names the field."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Fields:
 
     def count(self, name: str, default: Any = _MISSING) -> int:
         """An integer from 0."""
-        value = self._get(name, (int,), default, ())
+        value: int = self._get(name, (int,), default, ())
         if value < 0:
             raise ConfigError(f"{self.where}: field {name!r} must not be negative, got {value}")
         return value
@@ -50,10 +50,12 @@ class Fields:
         return None if value is None else float(value)
 
     def flag(self, name: str, default: Any = _MISSING) -> bool:
-        return self._get(name, (bool,), default, ())
+        value: bool = self._get(name, (bool,), default, ())
+        return value
 
     def text(self, name: str, default: Any = _MISSING) -> str:
-        return self._get(name, (str,), default, ())
+        value: str = self._get(name, (str,), default, ())
+        return value
 
     def ints(self, name: str, default: Any = _MISSING) -> tuple[int, ...]:
         value = self._get(name, (list, tuple), default, ())

@@ -12,7 +12,7 @@ from seqmoe_jax.errors import ConfigError, PromptError
 from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.text import chat_of, eos_token_ids, harmony, model_sampling
 from seqmoe_jax.text.chat import check_messages, jinja_render
-from seqmoe_jax.text.tokenizers import TiktokenTokenizer
+from seqmoe_jax.text.tiktoken import TiktokenTokenizer
 
 DATA = Path(__file__).parent / "data"
 DEMO = Path(seqmoe_jax.__file__).parent / "demo"

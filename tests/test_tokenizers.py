@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import seqmoe_jax
 from seqmoe_jax.errors import CheckpointError, ConfigError, PromptError
-from seqmoe_jax.text import FileTokenizer, TextStream, encode_prompt, open_tokenizer
-from seqmoe_jax.text import tokenizers as module
-from seqmoe_jax.text.tokenizers import SentencePieceTokenizer, TiktokenTokenizer
+from seqmoe_jax.text import FileTokenizer, TextStream, encode_prompt, open_tokenizer, tokenizer_files
+from seqmoe_jax.text.tiktoken import TiktokenTokenizer
+from seqmoe_jax.text.tokenizers import SentencePieceTokenizer
 
 DATA = Path(__file__).parent / "data"
 DEMO = Path(seqmoe_jax.__file__).parent / "demo"
@@ -109,7 +109,7 @@ def test_sentencepiece_gives_the_text_back(piece_file):
         ids = tokenizer.encode(text)
         assert ids[0] == 1  # BOS
         assert tokenizer.decode(ids) == " ".join(text.split())
-    assert tokenizer.encode("fox", bare=True) == tokenizer.encode("fox")[1:]
+    assert tokenizer.encode("fox", add_special_tokens=False) == tokenizer.encode("fox")[1:]
 
 
 def test_sentencepiece_takes_control_tokens_by_name(piece_file, tmp_path):
@@ -143,7 +143,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, name, 
     def gone(wanted):
         raise ImportError(wanted)
 
-    monkeypatch.setattr(module, "import_module", gone)
+    monkeypatch.setattr(tokenizer_files, "import_module", gone)
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(ConfigError, match=rf"{package}.*\[tokenizers-extra\]"):
         open_tokenizer(tmp_path, "qwen3_moe")
@@ -158,7 +158,7 @@ def test_the_bos_that_only_the_configuration_asks_for_is_added(tmp_path):
     asked = FileTokenizer(tmp_path)
     assert asked.encode("hi") == [1, *plain.encode("hi")]
     assert asked.encode("<|im_start|>hi") == asked.encode("hi")  # not twice
-    assert asked.encode("hi", bare=True) == plain.encode("hi")
+    assert asked.encode("hi", add_special_tokens=False) == plain.encode("hi")
 
 
 def test_text_that_is_not_unicode_is_refused():

@@ -20,7 +20,8 @@ from seqmoe_jax.checkpoints.resolve import read_json
 from seqmoe_jax.errors import ConfigError, PromptError
 from seqmoe_jax.text import deepseek_v4, harmony
 from seqmoe_jax.text.stream import TextStream
-from seqmoe_jax.text.tokenizers import Tokenizer, special_token
+from seqmoe_jax.text.tokenizer_files import special_token
+from seqmoe_jax.text.tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
 Render = Callable[..., str]  # (messages, **options) -> prompt

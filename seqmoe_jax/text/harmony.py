@@ -75,7 +75,7 @@ class Reply:
         self._other = TextStream(tokenizer=self.tokenizer)
 
     def _mark(self, name: str) -> int:
-        ids = self.tokenizer.encode(name, bare=True)
+        ids = self.tokenizer.encode(name, add_special_tokens=False)
         if len(ids) != 1:
             raise PromptError(f"this tokenizer has no token {name}: it is not GPT-OSS's")
         return ids[0]
