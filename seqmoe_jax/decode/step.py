@@ -69,7 +69,6 @@ def forward(
     offload = offload._replace(cache=cache)
     with jax.named_scope("embed"):
         x: Any = block.embed(tokens.ids[:, None], weights.embed, spec)
-        x = fused.like_a_moe_output(x, spec.layers[0], config.kernels)
     states, routed = list(sequences.states), list[Routed]()
     for number, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
         if not isinstance(layer.mlp, MoESpec):

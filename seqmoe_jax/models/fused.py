@@ -172,18 +172,10 @@ def moe_output(
     kernels: DecodeKernels,
 ) -> Float[Array, "B 1 *S H"] | Pending:
     """`block.moe_output`, or what it is made of where the next projection can add that up."""
-    if _left_pending(x, layer, kernels):
+    assert isinstance(layer.mlp, MoESpec)
+    if layer.residual == Add() and layer.mlp.shared is None and _projecting(x.shape[0], kernels):
         return Pending(x, routed)
     return block.moe_output(x, normed, mixing, routed, weights, layer)
-
-
-def like_a_moe_output(
-    x: Float[Array, "B 1 *S H"], layer: LayerSpec, kernels: DecodeKernels
-) -> Float[Array, "B 1 *S H"] | Pending:
-    """Embeddings in the form in which a layer leaves hidden states: so the first layer is one of its kind."""
-    if isinstance(layer.mlp, MoESpec) and _left_pending(x, layer, kernels):
-        return Pending(x, jnp.zeros((x.shape[0], x.shape[-1]), jnp.float32))
-    return x
 
 
 def settled(x: Float[Array, "B 1 *S H"] | Pending) -> Float[Array, "B 1 *S H"]:
@@ -202,12 +194,6 @@ def logits_of(
         implementation=kernels.projection, interpret=kernels.interpret,
     )  # fmt: skip
     return logits if spec.logits_scale == 1 else logits / spec.logits_scale
-
-
-def _left_pending(x: Float[Array, "B 1 *S H"], layer: LayerSpec, kernels: DecodeKernels) -> bool:
-    """Whether the sum over a MoE layer's experts is left to the projection that reads it next."""
-    assert isinstance(layer.mlp, MoESpec)
-    return layer.residual == Add() and layer.mlp.shared is None and _projecting(x.shape[0], kernels)
 
 
 def _projecting(batch: int, kernels: DecodeKernels) -> bool:
