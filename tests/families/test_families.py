@@ -41,6 +41,9 @@ def step_with_logits(sequences, offload, weights, pools, sampling, end_tokens, *
 class RecordingPrograms(Programs):
     """Programs whose decode step keeps its logits, [1, V] each."""
 
+    def prepare(self, key, what, function, *args, **static):
+        super().prepare(key, what, step_with_logits if key[0] == "step" else function, *args, **static)
+
     def get(self, key, what, function, *args, **static):
         if key[0] != "step":
             return super().get(key, what, function, *args, **static)
