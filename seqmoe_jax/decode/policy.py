@@ -34,6 +34,13 @@ class Routing(NamedTuple):
     weights: Float32[Array, "l B K"]
 
 
+class Coming(NamedTuple):
+    """What the coming step processes."""
+
+    tokens: Int[Array, " B"]
+    active: Bool[Array, " B"]  # its sequence goes on
+
+
 class Inputs(NamedTuple):
     """Arrays that policies read and do not own: the predictor's weights (`forecast.inference`), the link to the
     transfer engine, and by MoE layer the tables of hash-routed layers."""
@@ -70,27 +77,13 @@ class ReactivePolicy:
         """
         return offload
 
-    def end(
-        self,
-        offload: Offload,
-        routing: Routing,
-        tokens: Int[Array, " B"],
-        active: Bool[Array, " B"],
-        inputs: Inputs,
-    ) -> tuple[Offload, Tasks]:
-        """After the last layer: the coming step, which processes `tokens`, is forecast and planned for."""
+    def end(self, offload: Offload, routing: Routing, coming: Coming, inputs: Inputs) -> tuple[Offload, Tasks]:
+        """After the last layer: the coming step is forecast and planned for."""
         return offload, None
 
-    def after_prompt(
-        self,
-        offload: Offload,
-        features: Any,
-        tokens: Int[Array, " B"],
-        active: Bool[Array, " B"],
-        inputs: Inputs,
-    ) -> Offload:
-        """After a prompt: the first step, which processes `tokens`, is forecast from `features` [B, keys], what
-        its last token routed to; None without a predictor."""
+    def after_prompt(self, offload: Offload, features: Any, coming: Coming, inputs: Inputs) -> Offload:
+        """After a prompt: the first step is forecast from what its last token routed to, `features` [B, keys] (None
+        without a predictor)."""
         return offload
 
 
@@ -105,28 +98,19 @@ class HistoryPolicy(ReactivePolicy):
         with jax.named_scope("rescore"):
             return offload._replace(cache=offload.cache._replace(key_score=forecaster.worth(offload.forecast)))
 
-    def end(
-        self,
-        offload: Offload,
-        routing: Routing,
-        tokens: Int[Array, " B"],
-        active: Bool[Array, " B"],
-        inputs: Inputs,
-    ) -> tuple[Offload, Tasks]:
+    def end(self, offload: Offload, routing: Routing, coming: Coming, inputs: Inputs) -> tuple[Offload, Tasks]:
         with jax.named_scope("forecast"):
             retention = history.observe(offload.forecast.retention, routing.ids, self.cache.experts)
-            forecast = self._with_known(forecaster.from_history(retention), tokens, active, inputs)
+            forecast = self._with_known(forecaster.from_history(retention), coming, inputs)
         cache = rescore(offload.cache, forecaster.worth(forecast))
         return offload._replace(cache=cache, forecast=forecast), None
 
-    def _with_known(
-        self, forecast: Forecast, tokens: Int[Array, " B"], active: Bool[Array, " B"], inputs: Inputs
-    ) -> Forecast:
+    def _with_known(self, forecast: Forecast, coming: Coming, inputs: Inputs) -> Forecast:
         """The forecast in which the routing of hash-routed layers, which follows from the tokens, is exact."""
         if not inputs.hash_tables:
             return forecast
         by_layer = forecast.probability.reshape(self.cache.layers, self.cache.experts)
-        known = forecaster.known_routing(by_layer, inputs.hash_tables, tokens, active)
+        known = forecaster.known_routing(by_layer, inputs.hash_tables, coming.tokens, coming.active)
         return forecast._replace(probability=known.reshape(-1))
 
 
@@ -166,50 +150,29 @@ class ForecastPolicy(HistoryPolicy):
             chance = again[None] if offload.later is None else jnp.concatenate([again[None], offload.later])
             return self._follow(offload, forecast, chance, clock, layer, inputs)[0]
 
-    def end(
-        self,
-        offload: Offload,
-        routing: Routing,
-        tokens: Int[Array, " B"],
-        active: Bool[Array, " B"],
-        inputs: Inputs,
-    ) -> tuple[Offload, Tasks]:
+    def end(self, offload: Offload, routing: Routing, coming: Coming, inputs: Inputs) -> tuple[Offload, Tasks]:
         with jax.named_scope("forecast"):
             features = forecaster.features(*routing, layers=self.cache.layers, experts=self.cache.experts)
             steps = 1 if self.plan is None else self.plan.steps
-            offload, forecast, chance = self._foresee(offload, features, tokens, active, inputs, self.ahead, steps)
+            offload, forecast, chance = self._foresee(offload, features, coming, inputs, self.ahead, steps)
             if inputs.hash_tables and self.ahead == 1:
                 chance = chance.at[0].set(forecast.probability.reshape(chance.shape[1:]))
         clock = offload.cache.clock + (self.ahead - 1) * self.cache.layers
         return self._follow(offload, forecast, chance, clock, 0, inputs)
 
-    def after_prompt(
-        self,
-        offload: Offload,
-        features: Any,
-        tokens: Int[Array, " B"],
-        active: Bool[Array, " B"],
-        inputs: Inputs,
-    ) -> Offload:
+    def after_prompt(self, offload: Offload, features: Any, coming: Coming, inputs: Inputs) -> Offload:
         inputs = inputs._replace(hash_tables={})
-        offload, forecast, _ = self._foresee(offload, features, tokens, active, inputs, 1, 1 + self.later)
+        offload, forecast, _ = self._foresee(offload, features, coming, inputs, 1, 1 + self.later)
         return offload._replace(cache=rescore(offload.cache, forecaster.worth(forecast)))
 
     def _foresee(
-        self,
-        offload: Offload,
-        features: Float[Array, "B keys"],
-        tokens: Int[Array, " B"],
-        active: Bool[Array, " B"],
-        inputs: Inputs,
-        ahead: int,
-        steps: int,
+        self, offload: Offload, features: Float[Array, "B keys"], coming: Coming, inputs: Inputs, ahead: int, steps: int
     ) -> tuple[Offload, Forecast, Float32[Array, "C L E"]]:
         """The predictor takes in a step. Also returns the forecast and the chances of the steps planned for."""
         state, forecast, chance = forecaster.foresee(
-            self.config, inputs.predictor, offload.predictor, features, tokens, active, ahead=ahead, steps=steps
+            self.config, inputs.predictor, offload.predictor, features, *coming, ahead=ahead, steps=steps
         )
-        forecast = self._with_known(forecast, tokens, active, inputs)
+        forecast = self._with_known(forecast, coming, inputs)
         later = chance[1:] if self.later else None
         return offload._replace(predictor=state, forecast=forecast, later=later), forecast, chance
 

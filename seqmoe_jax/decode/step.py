@@ -16,7 +16,7 @@ from jaxtyping import Array, Float32, Int, Shaped
 
 from seqmoe_jax.decode.landing import land, send_plan
 from seqmoe_jax.decode.layer import Routed, Tokens, dense_layer, moe_layer
-from seqmoe_jax.decode.policy import Inputs, ReactivePolicy, Routing
+from seqmoe_jax.decode.policy import Coming, Inputs, ReactivePolicy, Routing
 from seqmoe_jax.decode.replay import Replay, forced_tokens, hash_tables_in_force, recorded_routing
 from seqmoe_jax.decode.state import Offload, Sequences, StepOutput
 from seqmoe_jax.decode.token import next_token
@@ -117,8 +117,8 @@ def step(
             logits, sequences, sampling, eos_token_ids, sequences.position + 1, greedily=config.greedy,
             vocab=config.vocab,
         )  # fmt: skip
-    coming = forced_tokens(replay, offload.steps, sequences.token)
-    offload, tasks = config.policy.end(offload, Routing(routed.ids, routed.weights), coming, ~sequences.done, inputs)
+    coming = Coming(forced_tokens(replay, offload.steps, sequences.token), ~sequences.done)
+    offload, tasks = config.policy.end(offload, Routing(routed.ids, routed.weights), coming, inputs)
     output = StepOutput.pack(token, end, routed.counts)
     output = send_plan(output, tasks, offload.cache.clock, link, config.channel)
     return sequences, offload._replace(cache=offload.cache._replace(key_score=key_score)), output

@@ -26,7 +26,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from pallas_kernels.grouped_moe import combine
-from seqmoe_jax.decode.policy import Inputs
+from seqmoe_jax.decode.policy import Coming, Inputs
 from seqmoe_jax.decode.replay import Replay, forced_tokens
 from seqmoe_jax.decode.state import Offload, Sequences, StepOutput, empty_sequences
 from seqmoe_jax.decode.step import StepConfig
@@ -286,6 +286,6 @@ def first_token(
     sequences, token, end = next_token(
         logits, sequences, sampling, end_tokens, sequences.position, greedily=config.greedy, vocab=config.vocab
     )
-    coming = forced_tokens(replay, offload.steps, token)
-    offload = config.policy.after_prompt(offload, reading.routing, coming, ~sequences.done, Inputs(predictor))
+    coming = Coming(forced_tokens(replay, offload.steps, token), ~sequences.done)
+    offload = config.policy.after_prompt(offload, reading.routing, coming, Inputs(predictor))
     return sequences, offload, StepOutput.pack(token, end, reading.counts.totals)
