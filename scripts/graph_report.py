@@ -121,7 +121,6 @@ def compiled_step(spec: ModelSpec, name: str, device: Any, args: argparse.Namesp
             keep = min(2 * moe.top_k * args.batch, moe.num_experts)
             plan = PlanConfig(
                 layers=layers, experts=moe.num_experts, tasks=args.tasks, threshold=THRESHOLD, keep=keep,
-                steps=options.steps_ahead,
             )  # fmt: skip
         elif options.transfers != "none":
             raise SystemExit(f"graph_report: {name} is not of one program; take full, lru, lfu, history, evict or dma*")
@@ -148,7 +147,7 @@ def compiled_step(spec: ModelSpec, name: str, device: Any, args: argparse.Namesp
         kernels=DecodeKernels.of("gpu" if args.decode_kernels else "xla"),
     )  # fmt: skip
     sequences = jax.eval_shape(partial(empty_sequences, spec=spec, batch=args.batch, capacity=args.context, dtype=BF16))
-    offload = jax.eval_shape(partial(empty_offload, cache, later=policy.later))._replace(predictor=state)
+    offload = jax.eval_shape(partial(empty_offload, cache))._replace(predictor=state)
     weights = jax.eval_shape(partial(random_weights, spec=spec, dtype=BF16), jax.random.key(0))
     pools = (
         jax.ShapeDtypeStruct((moe.num_experts, spec.expert_layout.block_elems), spec.expert_layout.storage),

@@ -206,8 +206,7 @@ class TokenEngine:
     def _new_offload(self) -> Offload:
         """An empty cache, or one that holds what its policy keeps from the start."""
         spec = self.model.spec
-        state = empty_offload(self.config, later=self.decode_policy.later)
-        self._offload = jax.device_put(state, self.device)
+        self._offload = jax.device_put(_empty_offload(self.config), self.device)
         if self.plan.slots == spec.num_keys:
             self._keep(np.ones(spec.num_keys, bool))
         elif self.policy == "full":
@@ -378,5 +377,6 @@ def _available_memory(device: jax.Device, weights: ModelWeights) -> int | None:
     return stats["bytes_limit"] - stats["bytes_in_use"] + loaded
 
 
+_empty_offload = jax.jit(empty_offload, static_argnums=0)  # one program instead of one for each array
 _rescore = jax.jit(rescore, donate_argnums=0)
 _keep = jax.jit(keep, static_argnames="config", donate_argnums=0)

@@ -55,11 +55,8 @@ class EngineOptions:
     decode_kernels: kernels for attention, routing and projections too, where the experts' are those for GPUs; False
         leaves them to XLA, which is slower (docs/benchmarks.md).
     scheduler: the rule that orders prefetch tasks: "seqmoe" (Algorithm 1 of the paper), "moe-infinity" or "promoe".
-    tasks: most tasks that may be open at a time, each of which holds a slot. Default: one more than fit into the steps
-        that are planned for.
+    tasks: most tasks that may be open at a time, each of which holds a slot. Default: one more than fit into a step.
     threshold: least probability of a task.
-    steps_ahead: how many steps are planned for: beyond the coming one by the predictor's rollout (paper 5.3), which
-        costs as much as a forecast for each.
     refine: the running step is forecast anew at half of its layers (paper 6.1).
     """
 
@@ -76,7 +73,6 @@ class EngineOptions:
     scheduler: Scheduler = "seqmoe"
     tasks: int | None = None
     threshold: float = THRESHOLD
-    steps_ahead: int = 1
     refine: bool = True
 
     def __post_init__(self) -> None:
@@ -84,8 +80,6 @@ class EngineOptions:
         if self.transfers not in get_args(Transfers):
             expected = ", ".join(get_args(Transfers))
             raise ConfigError(f"unknown transfer engine {self.transfers!r}: expected one of {expected}")
-        if self.steps_ahead < 1:
-            raise ConfigError(f"transfers are planned for at least 1 step, got {self.steps_ahead} (steps_ahead)")
         if self.residency is not None and self.device_memory is not None:
             raise ConfigError("give either a residency or a device memory, not both")
 
@@ -106,7 +100,6 @@ class EngineKeywords(TypedDict, total=False):
     scheduler: Scheduler
     tasks: int | None
     threshold: float
-    steps_ahead: int
     refine: bool
 
 

@@ -64,7 +64,7 @@ def test_a_command_without_arguments_chooses_the_defaults():
 def test_every_option_can_be_written_as_an_argument():
     chosen = EngineOptions(
         residency=0.5, policy="lru", predictor="dir", transfers="none", max_batch=3, context=7, dtype="float32",
-        kernels="xla", decode_kernels=False, scheduler="promoe", tasks=5, threshold=0.5, steps_ahead=2, refine=False,
+        kernels="xla", decode_kernels=False, scheduler="promoe", tasks=5, threshold=0.5, refine=False,
     )  # fmt: skip
     words = []
     for name, value in vars(chosen).items():
@@ -83,7 +83,6 @@ def test_every_option_can_be_written_as_an_argument():
     [
         (dict(policy="magic"), "unknown policy 'magic': expected one of seqmoe, lru"),
         (dict(transfers="pigeon"), "unknown transfer engine"),
-        (dict(steps_ahead=0), "at least 1 step"),
         (dict(residency=0.5, device_memory="1GB"), "not both"),
     ],
 )

@@ -14,7 +14,7 @@ from pallas_kernels.slot_update.tables import SlotTables
 def plan_tasks(
     tables: SlotTables,
     open_slots: Int[Array, " N"],
-    chance: Float32[Array, "C keys"],
+    chance: Float32[Array, " keys"],
     key_score: Int32[Array, "2 keys"],
     *,
     base: Int[Array, ""],
@@ -26,28 +26,25 @@ def plan_tasks(
     implementation: Implementation | None = None,
     interpret: bool = False,
 ) -> Planned:
-    """Rescores what is resident, then reserves slots for what the step at `base` (its layer 0's position) and the
-    `config.steps - 1` steps after it will need.
+    """Rescores what is resident, then reserves slots for what the step at `base` (its layer 0's position) will need.
 
     A position is a value of the cache's clock: the number of MoE layers run so far. A plan is made inside the decode
     step, at its end for the coming step and at the trigger layer for the rest of the running one. It lists every task
     that is open, old ones with what the new forecast says of them, so a plan that the host never reads is lost without
     harm.
 
-    Every resident expert of a layer from `first_layer` on gets its score of `key_score[0]`. An expert's task is for the
-    earliest step that has its layer to come and whose chance reaches `config.threshold`: that chance is its confidence,
-    the layer's position in that step its deadline. At most as many experts as tasks may still be opened are considered,
-    by what they save: the confidence, times the share of the transfer that fits before the deadline, divided by the
-    number of plans at steps' ends before it, this one included. The j-th is weighed against the j-th slot in line of
-    eviction (EMPTY ones, then USED by score and index), and reserves it (FETCH) if its own score is higher, and if
-    `config.keep` slots stay that are neither FETCH nor COMPUTE.
+    Every resident expert of a layer from `first_layer` on gets its score of `key_score[0]`. Experts of these layers
+    that are not resident, and whose chance reaches `config.threshold`, are considered for a task: at most as many as
+    tasks may still be opened, by what they save, which is their chance times the share of the transfer that fits before
+    their layer runs. The j-th is weighed against the j-th slot in line of eviction (EMPTY ones, then USED by score and
+    index), and reserves it (FETCH) if its own score is higher, and if `config.keep` slots stay that are neither FETCH
+    nor COMPUTE. Its confidence is its chance, its deadline the position of its layer.
 
     Args:
         tables: as between two layers. Donated.
         open_slots: of the tasks that were open after the plan before (its SLOT row); -1 for none. Every slot that is
             FETCH or COMPUTE is among them.
-        chance: of being routed in each of these steps, C of them; a caller trusts later ones less. In the first row
-            those below `first_layer` are of layers that have run.
+        chance: of being routed in this step; below `first_layer` it is of layers that have run.
         key_score: of each key before and after its layer has run; the first row counts here.
         next_tag: tags given so far.
         transfer_cost: RHO, how many layers run while one expert is moved.
@@ -55,12 +52,10 @@ def plan_tasks(
             of the host that polls (words: see `config`), under the new `next_tag` as its number. Stores may arrive in
             any order, and a reader takes what adds up. Only the kernel for GPUs can do that.
 
-    An open task that no step wants any more is told again with the chance and the deadline of the next step that has
-    its layer to come. The confidence of a task is 0 if its expert has become resident otherwise. Raises `ValueError`
-    for a board that is too short, or that there is no kernel for.
+    An open task whose layer has run is listed with its deadline in the step after. The confidence of a task is 0 if its
+    expert has become resident otherwise. Raises `ValueError` for a board that is too short, or that there is no kernel
+    for.
     """
-    if chance.shape[0] != config.steps:
-        raise ValueError(f"plan_tasks: chances of {config.steps} steps are needed, got {chance.shape[0]}")
     arguments = (
         tables,
         open_slots,

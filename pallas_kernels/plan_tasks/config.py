@@ -25,7 +25,6 @@ class PlanConfig:
     experts: int  # E
     tasks: int = 8  # N, most tasks open at a time; each holds a slot
     threshold: float = 0.2  # least chance of being routed
-    steps: int = 1  # C, steps that are planned for
     keep: int = 8  # slots that are never reserved: one layer's misses and hits must fit beside the tasks
 
     @property

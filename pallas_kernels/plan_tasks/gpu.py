@@ -27,7 +27,7 @@ from pallas_kernels.plan_tasks.config import (
     PlanConfig,
     Planned,
 )
-from pallas_kernels.plan_tasks.reference import earliest, saved
+from pallas_kernels.plan_tasks.reference import saved
 from pallas_kernels.slot_update.tables import FIRST, NEVER, SlotState, SlotTables
 
 LANES_PER_WARP = 256
@@ -36,7 +36,7 @@ LANES_PER_WARP = 256
 def plan_tasks_gpu(
     tables: SlotTables,
     open_slots: Int[Array, " N"],
-    chance: Float32[Array, "C keys"],
+    chance: Float32[Array, " keys"],
     key_score: Int32[Array, "2 keys"],
     base: Int32[Array, ""],
     next_tag: Int32[Array, ""],
@@ -52,7 +52,7 @@ def plan_tasks_gpu(
     longest = pl.next_power_of_2(max(tables.slot_of_key.shape[0], tables.state.shape[0]))
     boards = () if board is None else (board,)
     operands = (
-        *tables, open_slots, chance.reshape(-1), key_score.reshape(-1), base.reshape(1), next_tag.reshape(1),
+        *tables, open_slots, chance, key_score.reshape(-1), base.reshape(1), next_tag.reshape(1),
         transfer_cost.reshape(1), *boards,
     )  # fmt: skip
     *planned, tasks, tag = pl.pallas_call(
@@ -81,10 +81,6 @@ def _kernel(*refs: Any, first_layer: int, config: PlanConfig) -> None:
     base, next_tag, rho = base_ref[0], next_ref[0], rho_ref[0]
     first_key = first_layer * config.experts
 
-    def planned_for(keys: Array, layer: Array, mask: Array) -> tuple[Array, Array]:
-        chances = [gather(chance_ref, keys + step * num_keys, mask, other=0.0) for step in range(config.steps)]
-        return earliest(chances, layer, first_layer, config)
-
     # The tasks that are open.
     places = jnp.arange(pl.next_power_of_2(config.tasks), dtype=jnp.int32)
     listed = gather(open_ref, places, places < config.tasks)
@@ -110,10 +106,10 @@ def _kernel(*refs: Any, first_layer: int, config: PlanConfig) -> None:
     # What a transfer of each expert would save.
     keys = jnp.arange(pl.next_power_of_2(num_keys), dtype=jnp.int32)
     layer = lax.div(keys, jnp.full_like(keys, config.experts))
-    chance, due = planned_for(keys, layer, keys < num_keys)
+    chance = gather(chance_ref, keys, keys < num_keys, other=0.0)
     absent = gather(slot_of_key, keys, keys < num_keys, other=0) < 0
-    wanted = absent & (due >= first_layer) & (chance >= config.threshold)
-    saving = jnp.where(wanted, saved(chance, due, rho, first_layer, config), 0.0)
+    wanted = absent & (layer >= first_layer) & (chance >= config.threshold)
+    saving = jnp.where(wanted, saved(chance, layer, rho, first_layer), 0.0)
 
     def forget(place: Array, saving: Array) -> Array:
         fetched = jnp.sum(jnp.where((places == place) & fetching, key, 0))
@@ -157,10 +153,10 @@ def _kernel(*refs: Any, first_layer: int, config: PlanConfig) -> None:
 
     there = fetching | new
     its_layer = lax.div(jnp.maximum(key, 0), jnp.full_like(key, config.experts))
-    chance_of, due = planned_for(key, its_layer, there)
+    chance_of = gather(chance_ref, key, there, other=0.0)
     confidence = jnp.where(there & ~was_resident, (chance_of * CONFIDENCE_UNIT).astype(jnp.int32), 0)
-    passed = (due < first_layer).astype(jnp.int32)
-    deadline = base + due + passed * config.layers
+    passed = (its_layer < first_layer).astype(jnp.int32)
+    deadline = base + its_layer + passed * config.layers
     number = lax.rem(next_tag + min(config.tasks, num_keys), jnp.int32(LAST_TAG))
     check = number + base
     rows = jnp.where(there, key, -1), confidence, deadline, listed, jnp.where(there, its_tag, 0)

@@ -14,7 +14,7 @@ from pallas_kernels.slot_update.tables import SlotState, SlotTables
 def plan_tasks_reference(
     tables: SlotTables,
     open_slots: Int[Array, " N"],
-    chance: Float32[Array, "C keys"],
+    chance: Float32[Array, " keys"],
     key_score: Int32[Array, "2 keys"],
     base: Int32[Array, ""],
     next_tag: Int32[Array, ""],
@@ -30,9 +30,8 @@ def plan_tasks_reference(
     was_resident = (tables.slot_of_key[jnp.maximum(key, 0)] >= 0) & there
 
     layer = jnp.arange(keys, dtype=jnp.int32) // config.experts
-    likely, due = earliest(list(chance), layer, first_layer, config)
-    saving = saved(likely, due, transfer_cost, first_layer, config)
-    wanted = (tables.slot_of_key < 0) & (due >= first_layer) & (likely >= config.threshold)
+    saving = saved(chance, layer, transfer_cost, first_layer)
+    wanted = (tables.slot_of_key < 0) & (layer >= first_layer) & (chance >= config.threshold)
     wanted = wanted.at[jnp.where(there, key, keys)].set(False, mode="drop")
     count = min(config.tasks, keys)
     best, candidate = lax.top_k(jnp.where(wanted, saving, 0.0), count)
@@ -52,39 +51,19 @@ def plan_tasks_reference(
     there = there.at[place].set(True, mode="drop")
 
     at = jnp.maximum(key, 0)
-    told, due = earliest(list(jnp.where(there, chance[:, at], 0.0)), layer[at], first_layer, config)
+    told = jnp.where(there, chance[at], 0.0)
     confidence = jnp.where(was_resident, 0, (told * CONFIDENCE_UNIT).astype(jnp.int32))
-    passed = (due < first_layer).astype(jnp.int32)  # its layer comes again in the step after
-    deadline = base + due + passed * config.layers
+    passed = (layer[at] < first_layer).astype(jnp.int32)  # its layer comes again in the step after
+    deadline = base + layer[at] + passed * config.layers
     return Planned(tables, (next_tag + count) % LAST_TAG, jnp.stack([key, confidence, deadline, open_, tag]))
 
 
-def earliest(
-    chances: list[Float32[Array, " N"]], layer: Int[Array, " N"], first_layer: int, config: PlanConfig
-) -> tuple[Float32[Array, " N"], Int[Array, " N"]]:
-    """The chance by which each of N experts is planned for, and its layer's position in that step, counted from the
-    first step's layer 0: the earliest step that reaches the threshold and has the layer to come, else the earliest that
-    has it to come, else (steps end there) the first. `chances`: by step."""
-    chosen, due = chances[0], layer
-    for step, chance in enumerate(chances[1:], start=1):
-        later = (due < first_layer) | ((chosen < config.threshold) & (chance >= config.threshold))
-        chosen = jnp.where(later, chance, chosen)
-        due = jnp.where(later, layer + step * config.layers, due)
-    return chosen, due
-
-
 def saved(
-    chance: Float32[Array, " N"],
-    due: Int[Array, " N"],
-    transfer_cost: Float32[Array, ""],
-    first_layer: int,
-    config: PlanConfig,
+    chance: Float32[Array, " N"], layer: Int[Array, " N"], transfer_cost: Float32[Array, ""], first_layer: int
 ) -> Float32[Array, " N"]:
-    """What a transfer of each expert would save, as a share of one, by what `earliest` says of it."""
-    saving = chance * jnp.minimum(1.0, (due - first_layer + 1).astype(jnp.float32) / transfer_cost)
-    if config.steps > 1:  # the plan at the end of each step before it can still open it, and will know more
-        saving = saving / (lax.div(due, jnp.full_like(due, config.layers)) + 1).astype(jnp.float32)
-    return saving
+    """What a transfer of each expert would save, as a share of one: its chance, times the share of the transfer that
+    fits before its layer runs."""
+    return chance * jnp.minimum(1.0, (layer - first_layer + 1).astype(jnp.float32) / transfer_cost)
 
 
 def _open_tasks(tables: SlotTables, open_slots: Int[Array, " N"]) -> tuple[Array, Array, Array, Array]:

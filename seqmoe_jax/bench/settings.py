@@ -32,8 +32,6 @@ _WITH_PREDICTOR: dict[str, EngineKeywords] = {
     "dma-promoe": dict(transfers="dma", scheduler="promoe", refine=False),
     "dma-alg1": dict(transfers="dma", refine=False),
     "dma": dict(transfers="dma"),
-    "dma-2-steps": dict(transfers="dma", steps_ahead=2),
-    "dma-3-steps": dict(transfers="dma", steps_ahead=3),
 }
 VARIANTS: dict[str, Setting] = {
     name: Setting(name=name, options=EngineOptions(**options), predicted=name in _WITH_PREDICTOR)

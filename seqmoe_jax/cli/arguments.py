@@ -41,7 +41,6 @@ _WRITTEN: dict[str, dict[str, Any]] = {
     "scheduler": dict(choices=get_args(Scheduler)),
     "tasks": dict(type=int, metavar="N"),
     "threshold": dict(type=float, metavar="P"),
-    "steps_ahead": dict(type=int, metavar="N"),
     "refine": dict(action=argparse.BooleanOptionalAction),
     "max_new_tokens": dict(type=int, metavar="N"),
     "stop": dict(action="append", metavar="TEXT"),

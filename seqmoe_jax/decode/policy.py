@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from pallas_kernels.plan_tasks import SLOT, PlanConfig, plan_tasks
@@ -58,11 +57,6 @@ class ReactivePolicy:
     """
 
     trigger: int | None = None
-
-    @property
-    def later(self) -> int:
-        """Steps after the running one that the plan in the middle of it is for too."""
-        return 0
 
     def begin(self, offload: Offload) -> Offload:
         """Before the first layer: the scores that hold during this step."""
@@ -128,10 +122,6 @@ class ForecastPolicy(HistoryPolicy):
     ahead: int = 1
 
     @property
-    def later(self) -> int:
-        return self.plan.steps - 1 if self.plan is not None and self._plans_midway else 0
-
-    @property
     def _plans_midway(self) -> bool:
         return self.plan is not None and self.trigger is not None and self.ahead == 1
 
@@ -147,40 +137,37 @@ class ForecastPolicy(HistoryPolicy):
             forecast = offload.forecast._replace(probability=probability)
             if not self._plans_midway:
                 return offload._replace(cache=rescore(offload.cache, forecaster.worth(forecast), layer * experts))
-            chance = again[None] if offload.later is None else jnp.concatenate([again[None], offload.later])
-            return self._follow(offload, forecast, chance, clock, layer, inputs)[0]
+            return self._follow(offload, forecast, again, clock, layer, inputs)[0]
 
     def end(self, offload: Offload, routing: Routing, coming: Coming, inputs: Inputs) -> tuple[Offload, Tasks]:
         with jax.named_scope("forecast"):
             features = forecaster.features(*routing, layers=self.cache.layers, experts=self.cache.experts)
-            steps = 1 if self.plan is None else self.plan.steps
-            offload, forecast, chance = self._foresee(offload, features, coming, inputs, self.ahead, steps)
+            offload, forecast, chance = self._foresee(offload, features, coming, inputs, self.ahead)
             if inputs.hash_tables and self.ahead == 1:
-                chance = chance.at[0].set(forecast.probability.reshape(chance.shape[1:]))
+                chance = forecast.probability.reshape(chance.shape)
         clock = offload.cache.clock + (self.ahead - 1) * self.cache.layers
         return self._follow(offload, forecast, chance, clock, 0, inputs)
 
     def after_prompt(self, offload: Offload, features: Any, coming: Coming, inputs: Inputs) -> Offload:
         inputs = inputs._replace(hash_tables={})
-        offload, forecast, _ = self._foresee(offload, features, coming, inputs, 1, 1 + self.later)
+        offload, forecast, _ = self._foresee(offload, features, coming, inputs, 1)
         return offload._replace(cache=rescore(offload.cache, forecaster.worth(forecast)))
 
     def _foresee(
-        self, offload: Offload, features: Float[Array, "B keys"], coming: Coming, inputs: Inputs, ahead: int, steps: int
-    ) -> tuple[Offload, Forecast, Float32[Array, "C L E"]]:
-        """The predictor takes in a step. Also returns the forecast and the chances of the steps planned for."""
+        self, offload: Offload, features: Float[Array, "B keys"], coming: Coming, inputs: Inputs, ahead: int
+    ) -> tuple[Offload, Forecast, Float32[Array, "L E"]]:
+        """The predictor takes in a step. Also returns the forecast and the chances of the step planned for."""
         state, forecast, chance = forecaster.foresee(
-            self.config, inputs.predictor, offload.predictor, features, *coming, ahead=ahead, steps=steps
+            self.config, inputs.predictor, offload.predictor, features, *coming, ahead=ahead
         )
         forecast = self._with_known(forecast, coming, inputs)
-        later = chance[1:] if self.later else None
-        return offload._replace(predictor=state, forecast=forecast, later=later), forecast, chance
+        return offload._replace(predictor=state, forecast=forecast), forecast, chance
 
     def _follow(
         self,
         offload: Offload,
         forecast: Forecast,
-        chance: Float32[Array, "C L E"],
+        chance: Float32[Array, "L E"],
         clock: Int[Array, ""],
         first_layer: int,
         inputs: Inputs,
@@ -191,7 +178,7 @@ class ForecastPolicy(HistoryPolicy):
             return offload._replace(cache=rescore(cache, key_score, first_layer * self.cache.experts)), None
         with jax.named_scope("plan"):
             tables, tags, tasks = plan_tasks(
-                cache.tables, cache.open_slots, chance.reshape(len(chance), -1), key_score, base=clock,
+                cache.tables, cache.open_slots, chance.reshape(-1), key_score, base=clock,
                 next_tag=offload.tags, transfer_cost=link.transfer_cost, first_layer=first_layer, config=self.plan,
                 board=link.board, implementation=self.cache.implementation,
             )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int, Int32
+from jaxtyping import Array, Bool, Int, Int32
 
 from seqmoe_jax.experts.cache import CacheConfig, SlotCache, empty_cache
 from seqmoe_jax.forecast.forecaster import Forecast, no_forecast
@@ -44,18 +44,16 @@ class Offload(NamedTuple):
     predictor: Any  # its recurrent state, a pytree made anew for every request; None without a predictor
     tags: Int32[Array, ""]  # tags given to tasks so far
     steps: Int32[Array, ""]  # decode steps run so far
-    later: Float32[Array, "C-1 L E"] | None = None  # of the steps after the coming one, for its plan in mid-step
 
 
-def empty_offload(config: CacheConfig, *, later: int = 0) -> Offload:
-    """Nothing is resident and nothing was seen. `later`: of the policy (`decode.policy`)."""
+def empty_offload(config: CacheConfig) -> Offload:
+    """Nothing is resident and nothing was seen."""
     return Offload(
         cache=empty_cache(config),
         forecast=no_forecast(config.layers * config.experts),
         predictor=None,
         tags=jnp.zeros((), jnp.int32),
         steps=jnp.zeros((), jnp.int32),
-        later=jnp.zeros((later, config.layers, config.experts), jnp.float32) if later else None,
     )
 
 

@@ -17,7 +17,6 @@ from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.models.routers import hash_experts
 
 SCORE_UNIT = 2.0**24  # slot scores are int32; worths below 2 keep 24 bits
-FURTHER = 2 / 3  # trust in a forecast, per step beyond the first one planned for: least probabilities .2, .3, .45, ...
 PENDING = 1.0  # weight of the retention of an expert whose layer is still to come: half cost .018 of hit rate at 25 %
 
 
@@ -94,25 +93,22 @@ def foresee(
     tokens: Int[Array, " B"],
     active: Bool[Array, " B"],
     *,
-    ahead: int,
-    steps: int,
-) -> tuple[dict[str, Any], Forecast, Float32[Array, "C L E"]]:
-    """The state after a step, the forecast for the coming one, and what to plan by: the probabilities of `steps` (C)
-    steps, the first of them `ahead` steps on, those after it weighed by `FURTHER` to the power of their distance.
+    ahead: int = 1,
+) -> tuple[dict[str, Any], Forecast, Float32[Array, "L E"]]:
+    """The state after a step, the forecast for the coming one, and the probabilities of the step `ahead` steps on, by
+    which transfers are planned.
 
     Beyond the coming step they are the predictor's rollout (paper 5.3), which leaves the state as it is.
     """
     state, following, retention = plain.step(
         config, predictor, state, routing.astype(predictor["in_proj"].dtype), tokens
     )
-    batch = tokens.shape[0]
-    coming = mean_over(following.reshape(batch, -1), active)
-    kept = mean_over(retention.reshape(batch, -1), active)
-    planned = [coming]
-    if (last := ahead + steps - 1) > 1:
-        rolled = plain.rollout(config, predictor, state, last)[:, ahead - 1 :]
-        planned = [mean_over(rolled[:, n].reshape(batch, -1), active) * FURTHER**n for n in range(steps)]
-    return state, Forecast(coming, kept), jnp.stack(planned).reshape(steps, config.layers, config.experts)
+    shape = tokens.shape[0], -1
+    coming, kept = (mean_over(values.reshape(shape), active) for values in (following, retention))
+    chance = coming
+    if ahead > 1:
+        chance = mean_over(plain.rollout(config, predictor, state, ahead)[:, ahead - 1].reshape(shape), active)
+    return state, Forecast(coming, kept), chance.reshape(config.layers, config.experts)
 
 
 def refine(

@@ -30,7 +30,7 @@ def make_transfers(
     `predicted`: there is a forecast to plan by. `needed`: the most slots that a layer of a step can use.
     Raises `ConfigError` for an engine that cannot work.
     """
-    name, tasks, steps = options.transfers, options.tasks, options.steps_ahead
+    name, tasks = options.transfers, options.tasks
     if not predicted:
         if name not in ("auto", "none") and cache.slots < cache.layers * cache.experts:
             raise ConfigError(f"transfers {name!r} need policy seqmoe and a predictor; load with predictor=...")
@@ -40,10 +40,10 @@ def make_transfers(
         return None, None
     expert_bytes = cache.layout.block_bytes
     if tasks is None:
-        fit = steps * cache.layers / typical_transfer_cost(expert_bytes)
+        fit = cache.layers / typical_transfer_cost(expert_bytes)
         tasks = min(max(math.ceil(fit) + 1, TASKS[0]), TASKS[1])
     plan = PlanConfig(
-        layers=cache.layers, experts=cache.experts, tasks=tasks, threshold=options.threshold, steps=steps,
+        layers=cache.layers, experts=cache.experts, tasks=tasks, threshold=options.threshold,
         keep=min(2 * needed, cache.experts),
     )  # fmt: skip
     config = EngineConfig(plan=plan, expert_bytes=expert_bytes, slots=cache.slots, scheduler=options.scheduler)

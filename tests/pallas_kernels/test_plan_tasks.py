@@ -1,6 +1,5 @@
 """Claims about planning on the device: what is reserved, what a plan says, and that the kernel does the same."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -26,8 +25,8 @@ def planned(tables, listed, chance, score, base, tag, rho, first_layer=0, implem
     )  # fmt: skip
 
 
-def plan(tables, *steps, score=None, listed=None, base=0, tag=0, rho=1.0, **options):
-    chance = jnp.stack([jnp.zeros(KEYS).at[jnp.array([*s], int)].set(jnp.array([*s.values()], float)) for s in steps])
+def plan(tables, chances, score=None, listed=None, base=0, tag=0, rho=1.0, **options):
+    chance = jnp.zeros(KEYS).at[jnp.array([*chances], int)].set(jnp.array([*chances.values()], float))
     score = jnp.ones((2, KEYS), jnp.int32) if score is None else score
     listed = jnp.full(5, -1, jnp.int32) if listed is None else listed
     return planned(tables, listed, chance, score, jnp.int32(base), jnp.int32(tag), jnp.float32(rho), **options)
@@ -96,57 +95,24 @@ def test_in_mid_step_only_layers_to_come_are_planned_and_rescored():
     assert result.tables.score[:2].tolist() == [9, 1]
 
 
-def test_a_task_is_for_the_earliest_step_that_is_sure_enough():
-    coming = {0: 0.9, 7: 0.8, 13: 0.1, 19: 0.1}
-    after = {0: 0.9, 7: 0.9, 13: 0.5, 19: 0.1, 1: 0.3}
-    result = plan(resident(0), coming, after, {19: 0.4, 13: 0.9}, base=40, config=replace(CONFIG, steps=3))
-    check_invariants(result.tables)
+def test_in_mid_step_an_open_task_whose_layer_has_run_is_due_in_the_step_after():
+    opened = plan(resident(), {1: 0.9})
+    result = plan(opened.tables, {1: 0.4, 13: 0.6}, listed=opened.tasks[SLOT], first_layer=2, base=8)
     tasks = np.asarray(result.tasks)
-    assert tasks[KEY].tolist() == [7, 13, 1, 19, -1]  # .8, .5 / 2, .3 / 2, .4 / 3; 0 is resident
-    np.testing.assert_allclose(tasks[CONFIDENCE] / CONFIDENCE_UNIT, [0.8, 0.5, 0.3, 0.4, 0], atol=1e-5)
-    assert tasks[DEADLINE, :4].tolist() == [41, 42 + LAYERS, 40 + LAYERS, 43 + 2 * LAYERS]
-
-
-def test_a_later_step_leaves_time_for_a_whole_transfer():
-    # .9 * 1/4 < .5 / 2: a layer is too short for a transfer, a step is as long as one.
-    result = plan(resident(), {0: 0.9}, {1: 0.5}, rho=4.0, config=replace(CONFIG, steps=2))
-    assert np.asarray(result.tasks)[KEY, :2].tolist() == [1, 0]
-
-
-def test_in_mid_step_layers_that_have_run_are_planned_for_in_the_step_after():
-    config, later = replace(CONFIG, steps=2), {1: 0.7, 2: 0.1, 13: 0.9}
-    opened = plan(resident(), {2: 0.9}, later, config=config)
-    assert opened.tasks[KEY].tolist() == [2, 13, 1, -1, -1]
-    result = plan(opened.tables, {13: 0.6, 1: 0.9, 2: 0.8}, later, listed=opened.tasks[SLOT], first_layer=2, base=8,
-                  config=config)  # fmt: skip
-    tasks = np.asarray(result.tasks)
-    assert tasks[KEY].tolist() == [2, 13, 1, -1, -1]
-    np.testing.assert_allclose(tasks[CONFIDENCE, :3] / CONFIDENCE_UNIT, [0.1, 0.6, 0.7], atol=1e-5)
-    assert tasks[DEADLINE, :3].tolist() == [8 + LAYERS, 8 + 2, 8 + LAYERS]
-
-
-def test_later_steps_in_which_nothing_is_likely_change_nothing():
-    chance = dict(enumerate(np.round(np.random.default_rng(1).random(KEYS), 1)))
-    alone = plan(resident(0, 7), chance, rho=3.0)
-    ours = plan(resident(0, 7), chance, dict.fromkeys(range(KEYS), 0.19), {}, rho=3.0, config=replace(CONFIG, steps=3))
-    jax.tree.map(np.testing.assert_array_equal, ours, alone)
-
-
-def test_chances_are_given_for_every_step():
-    with pytest.raises(ValueError, match="chances of 1 steps are needed, got 2"):
-        plan(resident(), {0: 0.9}, {0: 0.9})
+    assert tasks[KEY, :2].tolist() == [1, 13]
+    np.testing.assert_allclose(tasks[CONFIDENCE, :2] / CONFIDENCE_UNIT, [0.4, 0.6], atol=1e-5)
+    assert tasks[DEADLINE, :2].tolist() == [8 + LAYERS, 8 + 2]
 
 
 def test_the_kernel_does_the_same_in_any_history():
     rng = np.random.default_rng(0)
     tables, listed, tag, opened = empty_tables(KEYS, SLOTS), jnp.full(5, -1, jnp.int32), jnp.int32(0), 0
     for clock in range(40):
-        first_layer, steps = ((0, 1), (2, 1), (2, 3))[clock % 3]
-        config, rho = replace(CONFIG, steps=steps), jnp.float32(rng.choice([0.5, 3.0]))
-        chance = jnp.asarray(np.round(rng.random((steps, KEYS)) ** 2, 1), jnp.float32)  # with ties
+        first_layer, rho = (0, 2)[clock % 2], jnp.float32(rng.choice([0.5, 3.0]))
+        chance = jnp.asarray(np.round(rng.random(KEYS) ** 2, 1), jnp.float32)  # with ties
         score = jnp.asarray(rng.integers(0, 9, (2, KEYS)), jnp.int32)
         arguments = (tables, listed, chance, score, jnp.int32(clock), tag, rho, first_layer)
-        ours, reference = planned(*arguments, "gpu", config), planned(*arguments, "xla", config)
+        ours, reference = planned(*arguments, "gpu"), planned(*arguments, "xla")
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(reference), strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
         check_invariants(ours.tables)
@@ -166,7 +132,7 @@ def test_the_kernel_does_the_same_in_any_history():
 
 def test_only_the_kernel_writes_to_a_board():
     tables = resident(0)
-    arguments = (tables, jnp.full(5, -1, jnp.int32), jnp.zeros((1, KEYS)), jnp.ones((2, KEYS), jnp.int32))
+    arguments = (tables, jnp.full(5, -1, jnp.int32), jnp.zeros(KEYS), jnp.ones((2, KEYS), jnp.int32))
     rest = dict(base=jnp.int32(0), next_tag=jnp.int32(0), transfer_cost=jnp.float32(1), first_layer=0, config=CONFIG)
     with pytest.raises(ValueError, match="only the kernel for GPUs writes to a board"):
         plan_tasks(*arguments, **rest, board=jnp.zeros(99, jnp.int32), implementation="xla")

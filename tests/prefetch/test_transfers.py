@@ -10,7 +10,6 @@ from scripts.checks.faults import Faults, injected
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.slots import SlotState, check_invariants
-from seqmoe_jax.forecast import forecaster
 from seqmoe_jax.options import EngineOptions
 from seqmoe_jax.prefetch.device_put import DevicePut
 from seqmoe_jax.testing import tiny_model, untrained_predictor
@@ -44,13 +43,12 @@ def full_load(model):
     return {"single": generate(engine, PROMPTS[:1]), "batch": generate(engine, PROMPTS)}
 
 
-@pytest.fixture(scope="module", params=["none", "device_put", "callback", "two steps"])
+@pytest.fixture(scope="module", params=["none", "device_put", "callback", "in mid-step"])
 def engine(request, model, predictor):
     options, patch = dict(transfers=request.param, threshold=0.01), pytest.MonkeyPatch()
-    if request.param == "two steps":
-        options = dict(transfers="device_put", threshold=0.3, steps_ahead=2)
+    if request.param == "in mid-step":
+        options["transfers"] = "device_put"
         patch.setattr(DevicePut, "ahead", 1)  # as `dma` plans, which needs a GPU
-        patch.setattr(forecaster, "FURTHER", 1.5)  # an untrained predictor is sure of nothing
     engine = TokenEngine(model, EngineOptions(residency=0.7, max_batch=2, tasks=3, **options), predictor=predictor)
     yield engine
     engine.close()
@@ -70,10 +68,10 @@ def test_tokens_are_those_of_full_load(engine, full_load):
         assert counts.bytes >= counts.landed * engine.config.layout.block_bytes
 
 
-def test_tasks_have_deadlines_in_all_steps_that_are_planned_for(engine, monkeypatch):
+def test_tasks_have_deadlines_in_the_step_that_is_planned_for(engine, monkeypatch):
     if engine.transfers_name != "device_put":
         pytest.skip("its plans are not to be seen here")
-    first, steps, seen = engine.transfers.ahead - 1, engine._plan_config.steps, set()
+    seen = set()
 
     def listen(tasks, clock):
         for key, deadline in np.asarray(tasks)[[KEY, DEADLINE]].T[np.asarray(tasks)[KEY] >= 0]:
@@ -83,12 +81,12 @@ def test_tasks_have_deadlines_in_all_steps_that_are_planned_for(engine, monkeypa
 
     monkeypatch.setattr(engine.transfers, "enqueue", listen)
     generate(engine, PROMPTS[:1])
-    assert seen == set(range(first, first + steps))
+    assert seen == {engine.transfers.ahead - 1}
 
 
 def test_nothing_is_left_under_way_after_a_request(engine):
     generate(engine, PROMPTS[:1])
-    engine._begin(1)
+    engine._begin()
     tables = engine._offload.cache.tables
     check_invariants(tables)
     assert not np.isin(np.asarray(tables.state), [SlotState.FETCH, SlotState.COMPUTE]).any()
@@ -136,7 +134,6 @@ def test_a_worker_that_dies_costs_no_token_and_is_reported(model, predictor, ful
         (dict(transfers="warp"), "expected one of auto, none, device_put, callback, dma"),
         (dict(transfers="device_put"), "need policy seqmoe and a predictor"),
         (dict(transfers="device_put", policy="lru"), "need policy seqmoe and a predictor"),
-        (dict(steps_ahead=0), "planned for at least 1 step, got steps_ahead=0"),
     ],
 )
 def test_an_engine_that_cannot_work_is_refused(model, options, message):
