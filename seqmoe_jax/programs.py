@@ -27,34 +27,33 @@ class Programs:
     def __init__(self, announce: Callable[[str], None] | None = None):
         self._announce = announce or log.info
         self._made: dict[Hashable, Future[jax.stages.Compiled]] = {}
-        self.compile_s = 0.0  # seconds that callers of `get` have waited
+        self.compile_s = 0.0  # seconds that callers have waited
 
     def prepare(self, key: Hashable, what: str, function: Any, *args: Any, **static: Any) -> None:
-        """Begins to compile a jitted `function` in a thread of its own, beside what the caller does next.
+        """Begins to compile a jitted `function`, in a thread of its own, beside what the caller does next.
 
-        `args` may be `jax.ShapeDtypeStruct`s with shardings. `what` is what people are told.
+        `args` may be `jax.ShapeDtypeStruct`s with shardings. `what` is what people are told. Tracing and lowering are done
+        at once: in two threads it would be left to chance which of two programs is the first to trace a kernel that both
+        use, and with it the keys under which the persistent cache has them.
         """
         if key in self._made:
             return
         self._announce(f"compiling {what}")
-        made = self._made[key] = Future()
-        thread = threading.Thread(
-            target=_compile, args=(made, function, args, static), name="seqmoe-compile", daemon=True
-        )
-        thread.start()
+        started = time.perf_counter()
+        lowered, made = function.lower(*args, **static), self._made.setdefault(key, Future())
+        threading.Thread(target=_compile, args=(lowered, made), name="seqmoe-compile", daemon=True).start()
+        self.compile_s += time.perf_counter() - started
 
     def get(self, key: Hashable, what: str, function: Any, *args: Any, **static: Any) -> jax.stages.Compiled:
         """The program of a jitted `function` for arguments like these: compiled now where nobody has prepared it."""
         made = self._made.get(key)
         if made is not None and made.done() and made.exception() is None:
             return made.result()
-        started = time.perf_counter()
         if made is None:
-            self._announce(f"compiling {what}")
-            made = self._made[key] = Future()
-            _compile(made, function, args, static)
+            self.prepare(key, what, function, *args, **static)
+        started = time.perf_counter()
         try:
-            return made.result()
+            return self._made[key].result()
         except BaseException:  # the next caller tries again
             self._made.pop(key, None)
             raise
@@ -78,8 +77,8 @@ def shapes_of(tree: Any) -> Any:
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), tree)
 
 
-def _compile(made: Future[jax.stages.Compiled], function: Any, args: tuple[Any, ...], static: dict[str, Any]) -> None:
+def _compile(lowered: jax.stages.Lowered, made: Future[jax.stages.Compiled]) -> None:
     try:
-        made.set_result(function.lower(*args, **static).compile())
+        made.set_result(lowered.compile())
     except BaseException as error:
         made.set_exception(error)

@@ -25,7 +25,7 @@ PROMPTS = [Prompt(text="once upon", split="train"), Prompt(text="x", split="test
 
 
 def record(engine, prompts, config, out, **options):
-    return recording.record(engine.tokens, prompts, encode(engine, prompts, chat=False), config, out, **options)
+    return recording.record(engine.token_engine, prompts, encode(engine, prompts, chat=False), config, out, **options)
 
 
 @pytest.fixture(scope="module")
