@@ -32,9 +32,9 @@ class Programs:
     def prepare(self, key: Hashable, what: str, function: Any, *args: Any, **static: Any) -> None:
         """Begins to compile a jitted `function`, in a thread of its own, beside what the caller does next.
 
-        `args` may be `jax.ShapeDtypeStruct`s with shardings. `what` is what people are told. Tracing and lowering are done
-        at once: in two threads it would be left to chance which of two programs is the first to trace a kernel that both
-        use, and with it the keys under which the persistent cache has them.
+        `args` may be `jax.ShapeDtypeStruct`s with shardings. `what` is what people are told. Tracing and lowering are
+        done at once: in two threads it would be left to chance which of two programs is the first to trace a kernel
+        that both use, and with it the keys under which the persistent cache has them.
         """
         if key in self._made:
             return
