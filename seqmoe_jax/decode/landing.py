@@ -10,22 +10,22 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.miss_load import miss_load
 from seqmoe_jax.decode.state import StepOutput
-from seqmoe_jax.experts.cache import CacheConfig, SlotCache, Transfers
+from seqmoe_jax.experts.cache import CacheConfig, Landings, SlotCache
 from seqmoe_jax.experts.slots import SlotState
 from seqmoe_jax.prefetch.channels import deliver
 from seqmoe_jax.prefetch.link import Arrivals, Link, LiveLink, StagedLink
 
 
-def land(cache: SlotCache, link: Link | None, config: CacheConfig) -> tuple[SlotCache, Transfers | None]:
+def land(cache: SlotCache, link: Link | None, config: CacheConfig) -> tuple[SlotCache, Landings | None]:
     """The cache with the arrivals copied into their slots, and what `slot_update` needs to know of the engine."""
     if link is None:
         return cache, None
     if isinstance(link, LiveLink):
-        return cache, Transfers(link.landed, link.progress)
+        return cache, Landings(link.landed, link.progress)
     return _copy_arrivals(cache, link.arrivals, config)
 
 
-def _copy_arrivals(cache: SlotCache, arrivals: Arrivals, config: CacheConfig) -> tuple[SlotCache, Transfers]:
+def _copy_arrivals(cache: SlotCache, arrivals: Arrivals, config: CacheConfig) -> tuple[SlotCache, Landings]:
     slot, tag, blocks = arrivals.slot, arrivals.tag, cache.blocks
     at = jnp.maximum(slot, 0)
     expected = (cache.tables.state[at] == SlotState.FETCH) & (cache.tables.tag[at] == tag) & (tag > 0)
@@ -33,7 +33,7 @@ def _copy_arrivals(cache: SlotCache, arrivals: Arrivals, config: CacheConfig) ->
         target = jnp.where(expected[index], slot[index], -1).reshape(1)
         blocks = miss_load(blocks, arrived[None], jnp.zeros(1, jnp.int32), target, implementation=config.implementation)
     landed = jnp.zeros_like(cache.tables.tag).at[jnp.where(tag != 0, slot, config.slots)].set(tag, mode="drop")
-    return cache._replace(blocks=blocks), Transfers(landed, None)
+    return cache._replace(blocks=blocks), Landings(landed, None)
 
 
 def send_plan(

@@ -14,7 +14,7 @@ import jax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from pallas_kernels.router_choice.config import Recorded
-from seqmoe_jax.experts.cache import CacheConfig, SlotCache, Transfers, moe_decode
+from seqmoe_jax.experts.cache import CacheConfig, Landings, SlotCache, moe_decode
 from seqmoe_jax.models import block, fused
 from seqmoe_jax.models.mixers import State
 from seqmoe_jax.models.spec import LayerSpec
@@ -23,7 +23,7 @@ from seqmoe_jax.models.weights import LayerWeights
 Hidden = Float[Array, "B 1 *S H"] | fused.Pending
 
 
-class Tokens(NamedTuple):
+class StepTokens(NamedTuple):
     """What is processed: one token of every sequence."""
 
     ids: Int32[Array, " B"]
@@ -41,7 +41,13 @@ class Routed(NamedTuple):
 
 @partial(jax.jit, static_argnames=("layer", "kernels"))
 def dense_layer(
-    x: Hidden, state: State, tokens: Tokens, weights: LayerWeights, *, layer: LayerSpec, kernels: fused.DecodeKernels
+    x: Hidden,
+    state: State,
+    tokens: StepTokens,
+    weights: LayerWeights,
+    *,
+    layer: LayerSpec,
+    kernels: fused.DecodeKernels,
 ) -> tuple[Hidden, State]:
     """A layer without experts."""
     with jax.named_scope("mixer"):
@@ -55,11 +61,11 @@ def moe_layer(
     x: Hidden,
     state: State,
     cache: SlotCache,
-    tokens: Tokens,
+    tokens: StepTokens,
     index: Int32[Array, ""],
     weights: LayerWeights,
     pool: Shaped[Array, "E n"],
-    transfers: Transfers | None,
+    transfers: Landings | None,
     recorded: Recorded | None,
     *,
     layer: LayerSpec,

@@ -40,7 +40,7 @@ class Coming(NamedTuple):
     active: Bool[Array, " B"]  # its sequence goes on
 
 
-class Inputs(NamedTuple):
+class PolicyInputs(NamedTuple):
     """Arrays that policies read and do not own: the predictor's weights (`forecast.inference`), the link to the
     transfer engine, and by MoE layer the tables of hash-routed layers."""
 
@@ -63,7 +63,7 @@ class ReactivePolicy:
         return offload
 
     def midway(
-        self, offload: Offload, routing: Routing, active: Bool[Array, " B"], clock: Int[Array, ""], inputs: Inputs
+        self, offload: Offload, routing: Routing, active: Bool[Array, " B"], clock: Int[Array, ""], inputs: PolicyInputs
     ) -> Offload:
         """Before MoE layer `trigger`: the layers still to come are forecast and planned for anew.
 
@@ -71,11 +71,11 @@ class ReactivePolicy:
         """
         return offload
 
-    def end(self, offload: Offload, routing: Routing, coming: Coming, inputs: Inputs) -> tuple[Offload, Tasks]:
+    def end(self, offload: Offload, routing: Routing, coming: Coming, inputs: PolicyInputs) -> tuple[Offload, Tasks]:
         """After the last layer: the coming step is forecast and planned for."""
         return offload, None
 
-    def after_prompt(self, offload: Offload, features: Any, coming: Coming, inputs: Inputs) -> Offload:
+    def after_prompt(self, offload: Offload, features: Any, coming: Coming, inputs: PolicyInputs) -> Offload:
         """After a prompt: the first step is forecast from what its last token routed to, `features` [B, keys] (None
         without a predictor)."""
         return offload
@@ -92,14 +92,14 @@ class HistoryPolicy(ReactivePolicy):
         with jax.named_scope("rescore"):
             return offload._replace(cache=offload.cache._replace(key_score=forecaster.worth(offload.forecast)))
 
-    def end(self, offload: Offload, routing: Routing, coming: Coming, inputs: Inputs) -> tuple[Offload, Tasks]:
+    def end(self, offload: Offload, routing: Routing, coming: Coming, inputs: PolicyInputs) -> tuple[Offload, Tasks]:
         with jax.named_scope("forecast"):
             retention = history.observe(offload.forecast.retention, routing.ids, self.cache.experts)
             forecast = self._with_known(forecaster.from_history(retention), coming, inputs)
         cache = rescore(offload.cache, forecaster.worth(forecast))
         return offload._replace(cache=cache, forecast=forecast), None
 
-    def _with_known(self, forecast: Forecast, coming: Coming, inputs: Inputs) -> Forecast:
+    def _with_known(self, forecast: Forecast, coming: Coming, inputs: PolicyInputs) -> Forecast:
         """The forecast in which the routing of hash-routed layers, which follows from the tokens, is exact."""
         if not inputs.hash_tables:
             return forecast
@@ -126,7 +126,7 @@ class ForecastPolicy(HistoryPolicy):
         return self.plan is not None and self.trigger is not None and self.ahead == 1
 
     def midway(
-        self, offload: Offload, routing: Routing, active: Bool[Array, " B"], clock: Int[Array, ""], inputs: Inputs
+        self, offload: Offload, routing: Routing, active: Bool[Array, " B"], clock: Int[Array, ""], inputs: PolicyInputs
     ) -> Offload:
         layer, layers, experts = len(routing.ids), self.cache.layers, self.cache.experts
         with jax.named_scope("refine"):
@@ -139,7 +139,7 @@ class ForecastPolicy(HistoryPolicy):
                 return offload._replace(cache=rescore(offload.cache, forecaster.worth(forecast), layer * experts))
             return self._follow(offload, forecast, again, clock, layer, inputs)[0]
 
-    def end(self, offload: Offload, routing: Routing, coming: Coming, inputs: Inputs) -> tuple[Offload, Tasks]:
+    def end(self, offload: Offload, routing: Routing, coming: Coming, inputs: PolicyInputs) -> tuple[Offload, Tasks]:
         with jax.named_scope("forecast"):
             features = forecaster.features(*routing, layers=self.cache.layers, experts=self.cache.experts)
             offload, forecast, chance = self._foresee(offload, features, coming, inputs, self.ahead)
@@ -148,13 +148,13 @@ class ForecastPolicy(HistoryPolicy):
         clock = offload.cache.clock + (self.ahead - 1) * self.cache.layers
         return self._follow(offload, forecast, chance, clock, 0, inputs)
 
-    def after_prompt(self, offload: Offload, features: Any, coming: Coming, inputs: Inputs) -> Offload:
+    def after_prompt(self, offload: Offload, features: Any, coming: Coming, inputs: PolicyInputs) -> Offload:
         inputs = inputs._replace(hash_tables={})
         offload, forecast, _ = self._foresee(offload, features, coming, inputs, 1)
         return offload._replace(cache=rescore(offload.cache, forecaster.worth(forecast)))
 
     def _foresee(
-        self, offload: Offload, features: Float[Array, "B keys"], coming: Coming, inputs: Inputs, ahead: int
+        self, offload: Offload, features: Float[Array, "B keys"], coming: Coming, inputs: PolicyInputs, ahead: int
     ) -> tuple[Offload, Forecast, Float32[Array, "L E"]]:
         """The predictor takes in a step. Also returns the forecast and the chances of the step planned for."""
         state, forecast, chance = forecaster.foresee(
@@ -170,7 +170,7 @@ class ForecastPolicy(HistoryPolicy):
         chance: Float32[Array, "L E"],
         clock: Int[Array, ""],
         first_layer: int,
-        inputs: Inputs,
+        inputs: PolicyInputs,
     ) -> tuple[Offload, Tasks]:
         """Scores by `forecast` for the layers from `first_layer` on, and a plan by `chance` of the step at `clock`."""
         cache, key_score, link = offload.cache, forecaster.worth(forecast), inputs.link

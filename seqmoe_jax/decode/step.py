@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int, Shaped
 
 from seqmoe_jax.decode.landing import land, send_plan
-from seqmoe_jax.decode.layer import Routed, Tokens, dense_layer, moe_layer
-from seqmoe_jax.decode.policy import Coming, Inputs, ReactivePolicy, Routing
+from seqmoe_jax.decode.layer import Routed, StepTokens, dense_layer, moe_layer
+from seqmoe_jax.decode.policy import Coming, PolicyInputs, ReactivePolicy, Routing
 from seqmoe_jax.decode.replay import Replay, forced_tokens, hash_tables_in_force, recorded_routing
 from seqmoe_jax.decode.state import Offload, Sequences, StepOutput
 from seqmoe_jax.decode.token import next_token
@@ -28,7 +28,7 @@ from seqmoe_jax.prefetch.link import Link
 from seqmoe_jax.sampling import SamplingParams
 
 Pools = tuple[Shaped[Array, "E n"], ...]
-NO_INPUTS = Inputs()
+NO_INPUTS = PolicyInputs()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def forward(
     offload: Offload,
     weights: ModelWeights,
     pools: Pools,
-    inputs: Inputs = NO_INPUTS,
+    inputs: PolicyInputs = NO_INPUTS,
     replay: Replay | None = None,
     *,
     config: StepConfig,
@@ -62,7 +62,7 @@ def forward(
     """One token of every sequence through all layers; nothing is sampled. `Routed` has all layers' ids and weights
     [L, B, K] and their summed counts. Slot scores are still those that the policy made for this step."""
     spec, policy, clock = config.spec, config.policy, offload.cache.clock
-    tokens = Tokens(sequences.token, sequences.position[:, None], ~sequences.done)
+    tokens = StepTokens(sequences.token, sequences.position[:, None], ~sequences.done)
     offload = policy.begin(offload)
     with jax.named_scope("landing"):
         cache, transfers = land(offload.cache, inputs.link, config.cache)
@@ -110,7 +110,7 @@ def step(
 ) -> tuple[Sequences, Offload, StepOutput]:
     """Processes one token of every sequence, samples the next one, forecasts the coming step and plans transfers."""
     key_score = offload.cache.key_score  # the policy replaces it while the step runs; it passes through as it came
-    inputs = Inputs(predictor, link, hash_tables_in_force(replay, weights.hash_tables))
+    inputs = PolicyInputs(predictor, link, hash_tables_in_force(replay, weights.hash_tables))
     logits, sequences, offload, routed = forward(sequences, offload, weights, pools, inputs, replay, config=config)
     with jax.named_scope("sample"):
         sequences, token, end = next_token(

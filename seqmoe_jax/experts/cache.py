@@ -39,7 +39,7 @@ class CacheConfig:
     tasks: int = 0  # N: most prefetch tasks that may be open
 
 
-class Transfers(NamedTuple):
+class Landings(NamedTuple):
     """What a transfer engine tells the step: see `slot_update`."""
 
     landed: Int32[Array, " S"]
@@ -82,7 +82,7 @@ def find_slots(
     ids: Int[Array, " M"],
     layer: Int[Array, ""],
     config: CacheConfig,
-    transfers: Transfers | None = None,
+    transfers: Landings | None = None,
     elapsed: Int[Array, ""] | int = 0,
 ) -> tuple[SlotCache, Int[Array, " M"], Misses | None, Int32[Array, " 3"]]:
     """Gives every one of the experts `ids` of a MoE layer a slot (-1: none): steps 1 and 2 of Figure 5.
@@ -150,7 +150,7 @@ def moe_decode(
     pool: Shaped[Array, "E n"],
     layer: Int[Array, ""],
     config: CacheConfig,
-    transfers: Transfers | None = None,
+    transfers: Landings | None = None,
 ) -> tuple[Float32[Array, "B H"], SlotCache, Int32[Array, " 3"]]:
     """One MoE layer of a decode step, in which the clock stands still: a step sets it forward at its end."""
     cache, slots, misses, counts = find_slots(cache, ids.reshape(-1), layer, config, transfers, elapsed=layer)

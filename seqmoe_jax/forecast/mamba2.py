@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float
 from seqmoe_jax.errors import PredictorError
 from seqmoe_jax.forecast.ssd import causal_conv, conv_step, ssd_chunked, ssd_step
 
-Weights = dict[str, Any]
+BlockWeights = dict[str, Any]
 D_CONV = 4  # steps that the convolution sees, the current one and three before it
 
 
@@ -79,17 +79,17 @@ class Mamba2(nnx.Module):
         self.gate_norm = nnx.Param(jnp.ones(inner))
         self.out_proj = nnx.Param(linear_init(rngs.params(), inner, config.d_model, 0.5))
 
-    def weights(self) -> Weights:
+    def weights(self) -> BlockWeights:
         return {name: variable[...] for name, variable in vars(self).items() if isinstance(variable, nnx.Param)}
 
     def chunked(
         self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None = None
-    ) -> tuple[Float[Array, "B T D"], Weights]:
+    ) -> tuple[Float[Array, "B T D"], BlockWeights]:
         """Output of every step and the recurrent state after the last valid one (valid steps come first)."""
         return block_chunk(self.weights(), x, init_state(self.config, x.shape[0], x.dtype), self.config, valid)
 
 
-def init_state(config: Mamba2Config, batch: int, dtype: Any = jnp.float32) -> Weights:
+def init_state(config: Mamba2Config, batch: int, dtype: Any = jnp.float32) -> BlockWeights:
     """The state before any step: `conv` [B, 3, inner + 2N], `ssm` [B, H, P, N] in float32."""
     return {
         "conv": jnp.zeros((batch, D_CONV - 1, config.conv_dim), dtype),
@@ -98,8 +98,8 @@ def init_state(config: Mamba2Config, batch: int, dtype: Any = jnp.float32) -> We
 
 
 def block_step(
-    w: Weights, x: Float[Array, "B D"], state: Weights, config: Mamba2Config
-) -> tuple[Float[Array, "B D"], Weights]:
+    w: BlockWeights, x: Float[Array, "B D"], state: BlockWeights, config: Mamba2Config
+) -> tuple[Float[Array, "B D"], BlockWeights]:
     """One step of a block, recurrent form. `w` may be of any float type; activations keep theirs."""
     cast = {name: value.astype(x.dtype) for name, value in w.items()}
     z, xbc, dt = _project(cast, x, config)
@@ -113,12 +113,12 @@ def block_step(
 
 
 def block_chunk(
-    w: Weights,
+    w: BlockWeights,
     x: Float[Array, "B T D"],
-    state: Weights,
+    state: BlockWeights,
     config: Mamba2Config,
     valid: Bool[Array, "B T"] | None = None,
-) -> tuple[Float[Array, "B T D"], Weights]:
+) -> tuple[Float[Array, "B T D"], BlockWeights]:
     """T steps of a block from a state on, chunked form; where `valid` (which comes first) is false, none is taken."""
     cast = {name: value.astype(x.dtype) for name, value in w.items()}
     batch, steps, _ = x.shape
@@ -137,7 +137,7 @@ def block_chunk(
     return out, {"conv": tail, "ssm": ssm}
 
 
-def _project(w: Weights, x: Array, config: Mamba2Config) -> tuple[Array, Array, Array]:
+def _project(w: BlockWeights, x: Array, config: Mamba2Config) -> tuple[Array, Array, Array]:
     projected = rms_norm(x, w["norm"]) @ w["in_proj"]
     edges = [config.d_inner, config.d_inner + config.conv_dim]
     z, xbc, dt = jnp.split(projected, edges, axis=-1)
@@ -150,5 +150,5 @@ def _split(convolved: Array, config: Mamba2Config) -> tuple[Array, Array, Array]
     return x.reshape(*x.shape[:-1], config.num_heads, config.head_dim), B, C
 
 
-def _time_step(w: Weights, dt: Array) -> Array:
+def _time_step(w: BlockWeights, dt: Array) -> Array:
     return jax.nn.softplus(dt.astype(jnp.float32) + w["dt_bias"].astype(jnp.float32))

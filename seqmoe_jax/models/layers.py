@@ -8,15 +8,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-State = TypeVar("State")  # a pytree of arrays
+Tree = TypeVar("Tree")  # a pytree of arrays
 
 
-def write_barrier(state: State) -> State:
+def write_barrier(state: Tree) -> Tree:
     """A cache or ring that was just written to, before anything reads it.
 
     Without the barrier XLA writes once for the state and once more inside what reads it, and copies the state for that.
     """
-    written: State = lax.optimization_barrier(state)
+    written: Tree = lax.optimization_barrier(state)
     return written
 
 

@@ -26,7 +26,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
 from pallas_kernels.grouped_moe import combine
-from seqmoe_jax.decode.policy import Coming, Inputs
+from seqmoe_jax.decode.policy import Coming, PolicyInputs
 from seqmoe_jax.decode.replay import Replay, forced_tokens
 from seqmoe_jax.decode.state import Offload, Sequences, StepOutput, empty_sequences
 from seqmoe_jax.decode.step import StepConfig
@@ -55,7 +55,7 @@ class Reading(NamedTuple):
     routing: Float32[Array, "B keys"] | None  # of the last token read so far, which the predictor reads next
 
 
-class Tokens(NamedTuple):
+class PassTokens(NamedTuple):
     """The tokens of a pass: P positions of every sequence."""
 
     ids: Int32[Array, "B P"]
@@ -108,7 +108,7 @@ def begin_pass(
     *,
     spec: ModelSpec,
     dtype: np.dtype,
-) -> tuple[Stream, Tokens]:
+) -> tuple[Stream, PassTokens]:
     """Embeds a pass that starts at position `start`."""
     batch, length = ids.shape
     routes = (len(spec.moe_layers), batch, length, spec.moe.top_k)
@@ -118,7 +118,7 @@ def begin_pass(
         ids=jnp.full(routes, -1, jnp.int32),
         weights=jnp.zeros(routes, jnp.float32),
     )
-    return stream, Tokens(ids, jnp.broadcast_to(start + jnp.arange(length, dtype=jnp.int32), ids.shape), valid)
+    return stream, PassTokens(ids, jnp.broadcast_to(start + jnp.arange(length, dtype=jnp.int32), ids.shape), valid)
 
 
 def _cut(array: Array, start: Int[Array, ""], width: int) -> Array:
@@ -134,7 +134,7 @@ def route_chunk(
     stream: Stream,
     state: State,
     weights: LayerWeights,
-    tokens: Tokens,
+    tokens: PassTokens,
     start: Int[Array, ""],
     moe_index: Int[Array, ""],
     *,
@@ -213,7 +213,7 @@ def end_pass(
     routing: Float32[Array, "B keys"] | None,
     state: dict[str, Any] | None,
     stream: Stream,
-    tokens: Tokens,
+    tokens: PassTokens,
     lengths: Int[Array, " B"],
     predictor: dict[str, Any] | None,
     *,
@@ -245,7 +245,7 @@ def _read_chunk(
     state: dict[str, Any],
     before: Float32[Array, "B keys"],
     stream: Stream,
-    tokens: Tokens,
+    tokens: PassTokens,
     start: Int[Array, ""],
     config: PredictorConfig,
     width: int,
@@ -287,5 +287,5 @@ def first_token(
         logits, sequences, sampling, end_tokens, sequences.position, greedily=config.greedy, vocab=config.vocab
     )
     coming = Coming(forced_tokens(replay, offload.steps, token), ~sequences.done)
-    offload = config.policy.after_prompt(offload, reading.routing, coming, Inputs(predictor))
+    offload = config.policy.after_prompt(offload, reading.routing, coming, PolicyInputs(predictor))
     return sequences, offload, StepOutput.pack(token, end, reading.counts.totals)

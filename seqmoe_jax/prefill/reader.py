@@ -21,9 +21,9 @@ from seqmoe_jax.models.model import Model
 from seqmoe_jax.options import Policy
 from seqmoe_jax.prefill.lengths import Chunk, chunk_length, passes_of
 from seqmoe_jax.prefill.programs import (
+    PassTokens,
     Reading,
     Stream,
-    Tokens,
     apply_experts,
     begin_pass,
     begin_prompts,
@@ -35,7 +35,9 @@ from seqmoe_jax.prefill.replay import replayed
 from seqmoe_jax.programs import Programs, on_device
 
 Hold = Callable[[Offload], None]
-Routing = tuple[Int32[np.ndarray, "T L K"], Float32[np.ndarray, "T L K"]]  # experts of every token, and their weights
+SequenceRouting = tuple[
+    Int32[np.ndarray, "T L K"], Float32[np.ndarray, "T L K"]
+]  # experts of every token, and their weights
 
 
 @dataclass(kw_only=True)
@@ -109,7 +111,7 @@ class PromptReader:
 
     def routing(
         self, sequences: Sequence[Sequence[int]], *, batch: int, capacity: int, offload: Offload, hold: Hold
-    ) -> list[Routing]:
+    ) -> list[SequenceRouting]:
         """Reads sequences for what every token of them is routed to. The predictor is left alone."""
         shape = len(self.model.spec.moe_layers), self.model.spec.moe.top_k
         kept = [(np.zeros((len(s), *shape), np.int32), np.zeros((len(s), *shape), np.float32)) for s in sequences]
@@ -168,7 +170,7 @@ class PromptReader:
             state.update(predictor=recurrent)
         return state
 
-    def _passes(self, prompts: Sequence[Sequence[int]], state: _State) -> Iterator[tuple[int, Stream, Tokens]]:
+    def _passes(self, prompts: Sequence[Sequence[int]], state: _State) -> Iterator[tuple[int, Stream, PassTokens]]:
         """Takes pass after pass through all layers. Yields the position where it starts, its stream and its tokens."""
         batch = state.lengths.shape[0]
         for start, length, chunks in passes_of(max(map(len, prompts)), batch):
@@ -185,7 +187,7 @@ class PromptReader:
                 stream = self._layer(layer, stream, tokens, chunks, state)
             yield start, stream, tokens
 
-    def _layer(self, index: int, stream: Stream, tokens: Tokens, chunks: Sequence[Chunk], state: _State) -> Stream:
+    def _layer(self, index: int, stream: Stream, tokens: PassTokens, chunks: Sequence[Chunk], state: _State) -> Stream:
         layer, weights, shape = self.model.spec.layers[index], self.model.weights.layers[index], tokens.ids.shape
         moe_index = self._moe_index.get(index)
         at = self._scalar(moe_index or 0)

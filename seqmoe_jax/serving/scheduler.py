@@ -28,7 +28,7 @@ class Job:
     cancelled: bool = False  # set by anyone, at any time: nobody waits for it any more
 
 
-class Scheduler:
+class RequestScheduler:
     """Runs jobs on an engine until it is closed."""
 
     def __init__(self, engine: Engine, *, most_waiting: int = 64):

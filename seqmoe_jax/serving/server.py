@@ -24,7 +24,7 @@ from seqmoe_jax.generation import Piece
 from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.serving import protocol
 from seqmoe_jax.serving.protocol import Query
-from seqmoe_jax.serving.scheduler import Job, Scheduler
+from seqmoe_jax.serving.scheduler import Job, RequestScheduler
 
 MAX_BODY = 16 << 20  # bytes
 _LOOK_UP = 1.0  # seconds between looks at whether the client is still there, while no token comes
@@ -42,7 +42,7 @@ class Service:
 
     def __init__(self, engine: Engine, *, name: str, sampling: SamplingConfig):
         self.engine, self.name, self.sampling = engine, name, sampling
-        self.scheduler = Scheduler(engine)
+        self.scheduler = RequestScheduler(engine)
         self._created = int(time.time())
 
     def app(self) -> Starlette:

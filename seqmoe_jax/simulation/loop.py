@@ -12,7 +12,7 @@ from typing import NamedTuple, no_type_check
 from seqmoe_jax.prefetch.compiled import compiled
 from seqmoe_jax.simulation.counters import Counters, new_counters, reset
 from seqmoe_jax.simulation.link import SimulatedLink, drop, interrupt, land, new_link, next_layer, run_link
-from seqmoe_jax.simulation.pool import FETCH, NOWHERE, Pool, load, new_pool, release
+from seqmoe_jax.simulation.pool import FETCH, NOWHERE, SimulatedPool, load, new_pool, release
 from seqmoe_jax.simulation.rules import BELADY_8, NONE, SCORED, Rules
 from seqmoe_jax.simulation.tasks import plan
 from seqmoe_jax.simulation.values import Uses, new_uses, value_in_sight, value_pending, value_used
@@ -21,7 +21,7 @@ from seqmoe_jax.simulation.values import Uses, new_uses, value_in_sight, value_p
 class SimulationState(NamedTuple):
     """What a simulation changes, in place."""
 
-    pool: Pool
+    pool: SimulatedPool
     link: SimulatedLink
     uses: Uses
     counters: Counters

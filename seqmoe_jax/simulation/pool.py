@@ -20,7 +20,7 @@ EMPTY, USED, FETCH, COMPUTE = (
 NOWHERE = -1  # slot of a key that has none
 
 
-class Pool(NamedTuple):
+class SimulatedPool(NamedTuple):
     """S slots and what is known of each of the L*E keys."""
 
     key: np.ndarray  # int64[S]
@@ -33,8 +33,8 @@ class Pool(NamedTuple):
     filled: np.ndarray  # int64[1]  no slot below this was EMPTY at the last look
 
 
-def new_pool(slots: int, keys: int) -> Pool:
-    return Pool(
+def new_pool(slots: int, keys: int) -> SimulatedPool:
+    return SimulatedPool(
         key=np.full(slots, -1, np.int64),
         state=np.full(slots, EMPTY, np.int8),
         deadline=np.zeros(slots, np.int64),
