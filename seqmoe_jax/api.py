@@ -200,7 +200,7 @@ def load(
     enable_compilation_cache()
     shown = sys.stderr.isatty() if progress is None else progress
     tokenizer: Tokenizer
-    ends: tuple[int, ...] = ()
+    eos_ids: tuple[int, ...] = ()
     chat = defaults = None
     with _LoadBar(shown, str(model)) as bar:
         if random_weights:
@@ -210,7 +210,7 @@ def load(
             loaded, directory = load_model(model, dtype=chosen.dtype, progress=bar)
             family = str(read_config(directory)["model_type"])
             tokenizer = open_tokenizer(directory, family)
-            ends = eos_token_ids(directory, family)
+            eos_ids = eos_token_ids(directory, family)
             chat, defaults = chat_of(directory, family), model_sampling(directory)
     engine = TokenEngine(
         loaded,
@@ -219,7 +219,7 @@ def load(
         vocab=tokenizer.vocab,
         announce=_say if shown else None,
     )
-    return Engine(engine, tokenizer, ends, chat=chat, defaults=defaults)
+    return Engine(engine, tokenizer, eos_ids, chat=chat, defaults=defaults)
 
 
 @overload

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,22 @@ from seqmoe_jax.stats import Counts, Stats
 log = logging.getLogger("seqmoe_jax")
 
 RUN_AHEAD = 4  # steps dispatched before the oldest one's tokens are read; hides the host from the device
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """What the programs of one generation are made for, and given."""
+
+    size: int
+    capacity: int
+    sampling: SamplingParams
+    eos_token_ids: Int32[Array, " N"]
+    config: StepConfig
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All that the shapes of its programs depend on."""
+        return self.size, self.capacity, self.eos_token_ids.shape[0], self.config.greedy
 
 
 class TokenEngine:
@@ -166,7 +182,7 @@ class TokenEngine:
         *,
         max_new_tokens: int | Sequence[int],
         sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
-        end_tokens: Sequence[int] = (),
+        eos_token_ids: Sequence[int] = (),
     ) -> Generator[TokenEvent, None, None]:
         """Token ids in, one event per new token, in the order of steps. `last_stats` is complete when it is exhausted.
 
@@ -184,7 +200,7 @@ class TokenEngine:
             if self._offload.cache.blocks.is_deleted():
                 # An interrupt fell between a program taking the cache and its result arriving here.
                 self._offload = self._new_offload()
-            yield from self._run(prompts, lengths, sampling, end_tokens)
+            yield from self._run(prompts, lengths, sampling, eos_token_ids)
 
     def routing(
         self, sequences: Sequence[Sequence[int]]
@@ -222,20 +238,26 @@ class TokenEngine:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: Sequence[int],
         sampling: Sequence[SamplingConfig],
-        end_tokens: Sequence[int],
+        eos_token_ids: Sequence[int],
     ) -> Iterator[TokenEvent]:
         started, compiled_before, transferred_before = time.perf_counter(), self.programs.compile_s, self._transferred()
-        batch = 1 << (len(prompts) - 1).bit_length()  # few batch sizes are compiled; the rest is padding that is done
-        capacity = capacity_of([*map(len, prompts)], max_new_tokens, batch)
-        config = self._step_config(sampling[0].greedy)
-        params = jax.device_put(SamplingParams.of(sampling, batch), self.device)
-        ends = jax.device_put(np.array(list(end_tokens) or [-1], np.int32), self.device)
+        size = 1 << (len(prompts) - 1).bit_length()  # few batch sizes are compiled; the rest is padding that is done
+        params, eos_ids = jax.device_put(
+            (SamplingParams.of(sampling, size), np.array(list(eos_token_ids) or [-1], np.int32)), self.device
+        )
+        batch = _Batch(
+            size=size,
+            capacity=capacity_of([*map(len, prompts)], max_new_tokens, size),
+            sampling=params,
+            eos_token_ids=eos_ids,
+            config=self._step_config(sampling[0].greedy),
+        )
         stats = self.last_stats = self._new_stats(sum(map(len, prompts)))
-        prefill, decode, lanes = Counts(), Counts(), Lanes(len(prompts), batch)
+        prefill, decode, lanes = Counts(), Counts(), Lanes(len(prompts), size)
         steps = max(max_new_tokens) - 1
         self._begin()
-        program = self._step_program(batch, capacity, params, ends, config) if steps else None
-        sequences, first = self._prefill(prompts, batch, capacity, max_new_tokens, params, ends, config)
+        program = self._step_program(batch) if steps else None
+        sequences, first = self._prefill(prompts, max_new_tokens, batch)
         # Before the first token goes out, so that text is not held up right after it began.
         step = program() if program is not None else None
         engine = self.transfers
@@ -250,7 +272,7 @@ class TokenEngine:
             def dispatch() -> StepOutput:
                 nonlocal sequences
                 assert step is not None
-                sequences, self._offload, output = step(sequences, *self._step_inputs(params, ends))
+                sequences, self._offload, output = step(sequences, *self._step_inputs(batch))
                 if engine is not None:
                     engine.check(self._offload.cache.blocks)
                 output.packed.copy_to_host_async()
@@ -270,23 +292,21 @@ class TokenEngine:
             moved = self._transferred().since(transferred_before)
             stats.count(prefill, decode, moved, self.config.layout.block_bytes)
 
-    def _step_inputs(self, params: SamplingParams, ends: Array) -> tuple[Any, ...]:
+    def _step_inputs(self, batch: _Batch) -> tuple[Any, ...]:
         """The operands of a decode step, in its order, after the sequences."""
         link = None if self.transfers is None else self.transfers.link()
         predictor = None if self.predictor is None else self.predictor.weights
-        return self._offload, self.model.weights, self.model.pools, params, ends, link, predictor, self.replay
+        constant = self.model.weights, self.model.pools, batch.sampling, batch.eos_token_ids
+        return self._offload, *constant, link, predictor, self.replay
 
-    def _step_program(
-        self, batch: int, capacity: int, params: SamplingParams, ends: Array, config: StepConfig
-    ) -> Callable[[], jax.stages.Compiled]:
+    def _step_program(self, batch: _Batch) -> Callable[[], jax.stages.Compiled]:
         """Begins to make the decode step; returns what waits for it. It is made while the prompt is read."""
-        sequences, predictor = self._reader.shapes(batch, capacity)
-        offload, *constant = self._step_inputs(params, ends)
+        sequences, predictor = self._reader.shapes(batch.size, batch.capacity)
+        offload, *constant = self._step_inputs(batch)
         operands = sequences, offload._replace(predictor=predictor), *constant
-        key = ("step", batch, capacity, ends.shape[0], config.greedy)
-        what = (key, "the decode step", jitted_step, *shapes_of(operands))
-        self.programs.prepare(*what, config=config)
-        return partial(self.programs.get, *what, config=config)
+        what = (("step", *batch.key), "the decode step", jitted_step, *shapes_of(operands))
+        self.programs.prepare(*what, config=batch.config)
+        return partial(self.programs.get, *what, config=batch.config)
 
     def _new_stats(self, prompt_tokens: int) -> Stats:
         return Stats(
@@ -326,26 +346,18 @@ class TokenEngine:
         self._offload = offload
 
     def _prefill(
-        self,
-        prompts: Sequence[Sequence[int]],
-        batch: int,
-        capacity: int,
-        max_new_tokens: Sequence[int],
-        params: SamplingParams,
-        ends: Array,
-        config: StepConfig,
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], batch: _Batch
     ) -> tuple[Sequences, StepOutput]:
         """All prompts through all layers; samples the first new token of each."""
         sequences, reading = self._reader.read(
-            prompts, max_new_tokens, batch=batch, capacity=capacity, offload=self._offload, hold=self._hold
+            prompts, max_new_tokens, batch=batch.size, capacity=batch.capacity, offload=self._offload, hold=self._hold
         )
         if self.policy == "prefill-hot" and self.plan.slots < self.model.spec.num_keys:
             self._keep_most_used(np.asarray(reading.counts.tokens_per_expert))
         predictor = None if self.predictor is None else self.predictor.weights
-        args = (sequences, self._offload, reading, self.model.weights, params, ends, predictor, self.replay)
-        program = self.programs.get(
-            ("first", batch, capacity, ends.shape[0], config.greedy), "sampling", first_token, *args, config=config
-        )
+        args = (sequences, self._offload, reading, self.model.weights, batch.sampling, batch.eos_token_ids, predictor,
+                self.replay)  # fmt: skip
+        program = self.programs.get(("first", *batch.key), "sampling", first_token, *args, config=batch.config)
         sequences, self._offload, output = program(*args)
         return sequences, output
 

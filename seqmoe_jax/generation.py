@@ -55,7 +55,7 @@ class Run:
             [request.tokens for request in requests],
             max_new_tokens=[request.max_new_tokens for request in requests],
             sampling=[request.sampling for request in requests],
-            end_tokens=eos_token_ids,
+            eos_token_ids=eos_token_ids,
         )
 
     def __iter__(self) -> Iterator[Piece]:

@@ -96,12 +96,12 @@ def test_a_chunked_prompt_continues_like_a_whole_one(model, monkeypatch):
 def test_end_tokens_end_a_sequence_and_leave_the_others_alone(model, full_load):
     engine = TokenEngine(model, EngineOptions(policy="lru", residency=0.6, max_batch=4))
     end = full_load["batch"][0][5]
-    events = list(engine.run(PROMPTS, max_new_tokens=NEW, end_tokens=[end]))
+    events = list(engine.run(PROMPTS, max_new_tokens=NEW, eos_token_ids=[end]))
     for index, expected in enumerate(full_load["batch"]):
         cut = expected.index(end) + 1 if end in expected else NEW
         assert [event.token for event in events if event.sequence == index] == expected[:cut]
     # Another number of them is another program, in the same engine.
-    assert generate(engine, PROMPTS, end_tokens=[-2, -3]) == full_load["batch"]
+    assert generate(engine, PROMPTS, eos_token_ids=[-2, -3]) == full_load["batch"]
 
 
 def test_an_abandoned_generation_leaves_the_engine_usable(model, full_load):

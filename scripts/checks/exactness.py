@@ -61,7 +61,7 @@ def main() -> int:
     args = parser.parse_args()
     enable_compilation_cache()
     model, directory = load_model(args.model)
-    how = dict(max_new_tokens=args.max_new_tokens, end_tokens=eos_token_ids(directory))
+    how = dict(max_new_tokens=args.max_new_tokens, eos_token_ids=eos_token_ids(directory))
     prompts = [open_tokenizer(directory).encode(prompt) for prompt in PROMPTS]
     groups = {1: [[prompt] for prompt in prompts], BATCH: [prompts[:BATCH]]}
     reference = {

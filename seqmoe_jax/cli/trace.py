@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     quiet = args.json or not sys.stderr.isatty()
     engine = load_engine(args, max_batch=args.batch, progress=progress_of(args))
     sampling = options.sampling_over(engine.defaults)
-    recording = Recording(max_new_tokens=args.max_new_tokens, sampling=sampling, end_tokens=engine.eos_token_ids)
+    recording = Recording(max_new_tokens=args.max_new_tokens, sampling=sampling, eos_token_ids=engine.eos_token_ids)
     encoded = encode(engine, prompts, chat=args.chat)
     begun = time.perf_counter()
     with tqdm(total=len(prompts), unit="prompt", disable=quiet, leave=False) as bar:

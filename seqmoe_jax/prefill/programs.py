@@ -272,7 +272,7 @@ def first_token(
     reading: Reading,
     weights: ModelWeights,
     sampling: SamplingParams,
-    end_tokens: Int[Array, " N"],
+    eos_token_ids: Int[Array, " N"],
     predictor: dict[str, Any] | None,
     replay: Replay | None,
     *,
@@ -284,7 +284,7 @@ def first_token(
     """
     logits = block.logits_of(reading.last, weights, config.spec)
     sequences, token, end = next_token(
-        logits, sequences, sampling, end_tokens, sequences.position, greedily=config.greedy, vocab=config.vocab
+        logits, sequences, sampling, eos_token_ids, sequences.position, greedily=config.greedy, vocab=config.vocab
     )
     coming = Coming(forced_tokens(replay, offload.steps, token), ~sequences.done)
     offload = config.policy.after_prompt(offload, reading.routing, coming, PolicyInputs(predictor))

@@ -33,14 +33,14 @@ GROUP = 64  # prompts per file of a run that is not finished
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """How sequences are generated: at most `max_new_tokens` after each prompt, up to one of `end_tokens`.
+    """How sequences are generated: at most `max_new_tokens` after each prompt, up to one of `eos_token_ids`.
 
     Sequence i draws with `sampling.seed` + i; a prompt's own temperature goes before that of `sampling`.
     """
 
     max_new_tokens: int = 256
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    end_tokens: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 2:
@@ -116,7 +116,7 @@ def _group(
             [encoded[i] for i in batch],
             max_new_tokens=config.max_new_tokens,
             sampling=sampling,
-            end_tokens=config.end_tokens,
+            eos_token_ids=config.eos_token_ids,
         )
         for event in events:
             new[batch[event.sequence]].append(event.token)

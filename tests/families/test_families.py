@@ -28,12 +28,12 @@ from seqmoe_jax.programs import Programs
 
 
 @partial(jax.jit, static_argnames="config", donate_argnums=(0, 1))
-def step_with_logits(sequences, offload, weights, pools, sampling, end_tokens, *unused, config):
+def step_with_logits(sequences, offload, weights, pools, sampling, eos_token_ids, *unused, config):
     """A decode step that also gives its logits. Not used: what engines and predictors need, None here."""
     assert not any(unused)
     logits, sequences, offload, routed = forward(sequences, offload, weights, pools, config=config)
     sequences, token, end = next_token(
-        logits, sequences, sampling, end_tokens, sequences.position + 1, greedily=config.greedy, vocab=config.vocab
+        logits, sequences, sampling, eos_token_ids, sequences.position + 1, greedily=config.greedy, vocab=config.vocab
     )
     return sequences, offload, StepOutput.pack(token, end, routed.counts), logits
 

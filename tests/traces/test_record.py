@@ -138,7 +138,7 @@ def test_what_is_left_of_another_recording_is_not_taken(engine, tmp_path, monkey
 
 def test_a_continuation_without_a_decode_step_is_left_out(engine, tmp_path):
     first = engine.generate(PROMPTS[0].text, max_new_tokens=2).tokens[0]
-    ends = Recording(max_new_tokens=NEW, end_tokens=(first,))
+    ends = Recording(max_new_tokens=NEW, eos_token_ids=(first,))
     with pytest.raises(PromptError, match="ended at its first token"):
         record(engine, PROMPTS[:1], ends, tmp_path / "T.npz", model="tiny")
 
