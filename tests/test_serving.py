@@ -151,7 +151,7 @@ def test_several_prompts_are_decoded_together(port, engine):
         ("/v1/completions", {"prompt": "a", "n": 2}, 400, "n is not supported"),
         ("/v1/completions", {"prompt": "a", "stop": [""], "stream": True}, 400, "stop"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
-        ("/v1/chat/completions", {"messages": [{"role": "user"}, 3]}, 400, "message 1"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}, 3]}, 400, "message 1"),
         ("/v1/chat/completions", {"messages": HELLO, "tools": [{"type": "function"}]}, 400, "tools"),
         ("/v1/chat/completions", {"messages": HELLO * 2000, "stream": True}, 400, "context"),
         ("/v1/embeddings", {}, 404, "/v1/embeddings"),

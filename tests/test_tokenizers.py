@@ -162,6 +162,24 @@ def test_the_bos_that_only_the_configuration_asks_for_is_added(tmp_path):
     assert asked.encode("hi", add_special_tokens=False) == plain.encode("hi")
 
 
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}},
+        {"truncation": {"direction": "Left", "max_length": 4, "strategy": "OnlyFirst", "stride": 0}},
+        {"padding": {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
+                     "pad_type_id": 0, "pad_token": "<|endoftext|>"}},
+        {"padding": {"strategy": "BatchLongest", "direction": "Left", "pad_to_multiple_of": 64, "pad_id": 0,
+                     "pad_type_id": 0, "pad_token": "<|endoftext|>"}},
+    ],
+)  # fmt: skip
+def test_what_the_file_says_for_training_changes_no_prompt(tmp_path, training):
+    content = json.loads((DEMO / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content | training))
+    text = "def fibonacci(n):\n    return n  # 日本"
+    assert FileTokenizer(tmp_path).encode(text) == FileTokenizer(DEMO).encode(text)
+
+
 def test_text_that_is_not_unicode_is_refused():
     with pytest.raises(PromptError, match="surrogate"):
         encode_prompt(open_tokenizer(DEMO), "a\ud800")

@@ -17,7 +17,7 @@ from seqmoe_jax.api import Engine
 from seqmoe_jax.errors import ConfigError, PromptError
 from seqmoe_jax.generation import Request
 from seqmoe_jax.options import SamplingConfig
-from seqmoe_jax.text.chat import check_messages
+from seqmoe_jax.text.messages import check_messages
 
 MAX_TOKENS = 16  # of a completion that gives no number; a chat gets what the context leaves (both as OpenAI has it)
 # Fields that are not supported, and the JSON of their values that ask for nothing.

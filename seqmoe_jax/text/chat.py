@@ -8,25 +8,22 @@ become those tokens, as in transformers: strip them from what is not trusted.
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from seqmoe_jax.checkpoints.resolve import read_json
-from seqmoe_jax.errors import ConfigError, PromptError
+from seqmoe_jax.errors import PromptError
 from seqmoe_jax.text import deepseek_v4, harmony
+from seqmoe_jax.text.messages import Message, check_messages, with_parsed_arguments
 from seqmoe_jax.text.stream import TextStream
-from seqmoe_jax.text.tokenizer_files import special_token
+from seqmoe_jax.text.template import open_template
 from seqmoe_jax.text.tokenizers import Tokenizer
 
-Message = Mapping[str, Any]
 Render = Callable[..., str]  # (messages, **options) -> prompt
 
 _FORMATS: Mapping[str, Render] = {"gpt_oss": harmony.render, "deepseek_v4": deepseek_v4.render}
+_THOUGHT_END = "</think>"  # what stands before it in an earlier reply, templates leave out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +36,33 @@ class Chat:
     def prompt(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt of a conversation. `options` are the template's, such as `enable_thinking` (Qwen3).
 
-        Raises `PromptError` for messages or options that the template does not take.
+        Raises `PromptError` for messages or options that the template does not take, and for a message that the
+        template leaves out.
         """
         taken = inspect.signature(self.render).parameters
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
-            for name in options.keys() - taken.keys():
-                raise PromptError(
-                    f"this model's chat format has no option {name!r}; it has {', '.join(list(taken)[1:])}"
-                )
-        return self.render(check_messages(messages), **options)
+        open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+        for name in options:
+            if name == "messages" or not (open_ended or name in taken):
+                known = "; it has " + ", ".join(list(taken)[1:]) if not open_ended else ""
+                raise PromptError(f"this model's chat format has no option {name!r}{known}")
+        given: list[Message] = [*check_messages(messages)]
+        parsed = with_parsed_arguments(given)
+        try:
+            prompt, shown = self.render(parsed, **options), parsed
+        except PromptError:
+            if parsed == given:
+                raise
+            try:  # some templates want the arguments as the text that they are
+                prompt, shown = self.render(given, **options), given
+            except PromptError:
+                prompt, shown = self.render(parsed, **options), parsed
+        _check_all_shown(lambda other: self.render(other, **options), shown, prompt)
+        return prompt
 
     def reply(self, tokenizer: Tokenizer, stop: tuple[str, ...], context: Sequence[int]) -> TextStream | harmony.Reply:
-        """What turns the tokens of a reply into its text as they come."""
-        if self.channels:
-            return harmony.Reply(tokenizer=tokenizer, stop=stop)
-        return TextStream(tokenizer=tokenizer, stop=stop, context=context)
+        """What turns the tokens of a reply into its text as they come. `context` are the prompt's."""
+        kind = harmony.Reply if self.channels else TextStream
+        return kind(tokenizer=tokenizer, stop=stop, context=context)
 
 
 def chat_of(directory: Path, family: str) -> Chat | None:
@@ -61,106 +70,52 @@ def chat_of(directory: Path, family: str) -> Chat | None:
 
     Raises `ConfigError` for a template that cannot be read.
     """
-    found = read_template(directory)
-    render = _FORMATS.get(family)
-    if found is not None:
-        path, template = found
-        config = directory / "tokenizer_config.json"
-        render = jinja_render(template, special=read_json(config) if config.is_file() else {}, where=str(path))
+    render = open_template(directory) or _FORMATS.get(family)
     return None if render is None else Chat(render=render, channels=family == "gpt_oss")
 
 
-def read_template(directory: Path) -> tuple[Path, str] | None:
-    """The text of `chat_template.jinja`, else of the field `chat_template` of a JSON file; None where neither is."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path, path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: expected a template in UTF-8, got {error}; download it again") from error
-    for name in ("tokenizer_config.json", "chat_template.json"):
-        path = directory / name
-        template = read_json(path).get("chat_template") if path.is_file() else None
-        if isinstance(template, list):  # several by name, as older files have it
-            template = next((item["template"] for item in template if item.get("name") == "default"), None)
-        if template is not None:
-            if not isinstance(template, str):
-                raise ConfigError(f"{path}: chat_template must be text, got {type(template).__name__}")
-            return path, template
-    return None
+def _check_all_shown(render: Callable[[list[Message]], str], messages: Sequence[Message], prompt: str) -> None:
+    """Raises `PromptError` for a message that the prompt does not depend on: a template may leave out what it does not
+    know without a word.
 
-
-def check_messages(messages: object) -> list[dict[str, Any]]:
-    """A conversation whose contents are plain text. Raises `PromptError`."""
-    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
-        raise PromptError('messages must be a list such as [{"role": "user", "content": "Hello"}]')
-    checked = []
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise PromptError(f'message {index} must be an object with a "role", got {str(message)[:60]!r}')
-        checked.append({**message, "content": _text_of(message.get("content"), index)})
-    return checked
-
-
-def _text_of(content: object, index: int) -> str:
-    if content is None:  # of an assistant that only called tools
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence):
-        parts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-                 for part in content]  # fmt: skip
-        if all(isinstance(part, str) for part in parts):
-            return "".join(parts)  # type: ignore[arg-type]
-    raise PromptError(f"the content of message {index} must be text: images, audio and files are not supported")
-
-
-def jinja_render(template: str, *, special: Mapping[str, Any], where: str) -> Render:
-    """A Jinja chat template with what transformers gives it: sandbox, helpers, `bos_token` and the like.
-
-    Raises `ConfigError` for a template that is not Jinja; rendering raises `PromptError`.
+    Templates trim texts, escape them, leave out earlier thoughts: whether a text stands there as it came says
+    nothing. So each text is replaced by a mark. Where all marks of one rendering come out, nothing is missing; the
+    prompt of a conversation of which one text alone is replaced is another one, or that text was left out.
     """
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %}`: marks what an assistant said, for training; here its inside alone matters."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson  # Jinja's own escapes HTML
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    marked = [_marked(message, index) for index, message in enumerate(messages)]
     try:
-        compiled = environment.from_string(template)
-    except jinja2.TemplateError as error:
-        reason = " ".join(str(error).split())[:150]
-        raise ConfigError(f"{where}: expected a Jinja chat template, got {reason}; download it again") from error
-    names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-    tokens = {name: token for name in names if (token := special_token(special, name)) is not None}
-    return partial(_render_jinja, compiled, tokens, where)
+        together = render(marked)
+    except PromptError:  # not every template takes any text
+        together = ""
+    for index, message in enumerate(messages):
+        if marked[index] == message or all(mark in together for mark in _marks(message, index)):
+            continue
+        try:
+            other = render([*messages[:index], marked[index], *messages[index + 1 :]])
+        except PromptError:
+            continue
+        if other == prompt:
+            what = "the tool calls of message" if "tool_calls" in message else "message"
+            raise PromptError(
+                f"the model's chat template leaves out {what} {index} ({message['role']}): it does not know such "
+                "messages, or not at this place; send it in another role, or leave it out"
+            )
 
 
-def _render_jinja(
-    compiled: Any, tokens: Mapping[str, str], where: str, messages: Sequence[Message], **options: Any
-) -> str:
-    values = {"tools": None, "documents": None, "add_generation_prompt": True, **tokens, **options}
-    try:
-        return compiled.render(messages=messages, **values)
-    except Exception as error:  # templates fail in any way: a wrong type, a missing field, their own raise_exception
-        reason = " ".join(str(error).split())[:200]
-        raise PromptError(f"{where}: the model's chat template refuses these messages: {reason}") from error
+def _marks(message: Message, index: int) -> list[str]:
+    """What stands for the texts of a message: those of its tool calls where it makes some, else its content."""
+    if "tool_calls" in message:
+        return [f"mark{index}call{at}" for at in range(len(message["tool_calls"]))]
+    text = message["content"] or ""
+    if message["role"] == "assistant":
+        text = text.rpartition(_THOUGHT_END)[2]
+    return [f"mark{index}text"] if text.strip() else []
+
+
+def _marked(message: Message, index: int) -> Message:
+    """The message with its marks in place of its texts."""
+    marks = _marks(message, index)
+    if "tool_calls" not in message:
+        return {**message, "content": marks[0]} if marks else message
+    calls = zip(message["tool_calls"], marks, strict=True)
+    return {**message, "tool_calls": [{**call, "function": {**call["function"], "name": mark}} for call, mark in calls]}

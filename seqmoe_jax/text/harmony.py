@@ -18,6 +18,9 @@ from seqmoe_jax.text.tokenizers import Tokenizer
 
 EOS_TOKEN_IDS = (200002, 200012)  # <|return|>, <|call|>: they end a reply
 EFFORTS = ("low", "medium", "high")
+FINAL = "final"
+_RECIPIENT = "to="  # what a header may begin with before its channel, where a tool is called
+_LONGEST_HEADER = 64
 
 
 def render(
@@ -60,19 +63,28 @@ def _message(header: str, content: str) -> str:
 class Reply:
     """Tokens of a reply -> its text: what the channel `final` says. The other channels' text is `reasoning`.
 
-    Same face as `TextStream`; stop strings are looked for in the final channel alone.
+    Same face as `TextStream`; stop strings are looked for in the final channel alone. `context` are the tokens before
+    the reply: a template may have opened its message already, or only its header.
     """
 
     tokenizer: Tokenizer
     stop: tuple[str, ...] = ()
+    context: Sequence[int] = ()
     _header: list[int] | None = field(default_factory=list)  # of the message being opened; None inside its content
-    _channel: str = "final"
+    _given: int = 0  # how many of the header's tokens are the prompt's
+    _named: bool = False  # the header began with `<|start|>`, so a role comes first
+    _channel: str = FINAL
 
     def __post_init__(self) -> None:
         names = ("start", "channel", "constrain", "message", "end", "return", "call")
         self._marks = {name: self._mark(f"<|{name}|>") for name in names}
-        self._final = TextStream(tokenizer=self.tokenizer, stop=self.stop)
-        self._other = TextStream(tokenizer=self.tokenizer)
+        opened = [at for at, token in enumerate(self.context) if token == self._marks["start"]]
+        self._final = self._other = TextStream(tokenizer=self.tokenizer)  # what the prompt says is not the reply's
+        for token in self.context[opened[-1] :] if opened else ():
+            self.push(token)
+        self._given = len(self._header or ())
+        self._final = TextStream(tokenizer=self.tokenizer, stop=self.stop, context=self.context)
+        self._other = TextStream(tokenizer=self.tokenizer, context=self.context)
 
     def _mark(self, name: str) -> int:
         ids = self.tokenizer.encode(name, add_special_tokens=False)
@@ -96,32 +108,56 @@ class Reply:
         """The text of the final channel that this token settles."""
         marks = self._marks
         if token in (marks["start"], marks["end"], marks["return"], marks["call"]):
-            self._header = []
+            self._header, self._given, self._named = [], 0, token == marks["start"]
+        elif self._header is None:
+            return self._content(token)
         elif token == marks["message"]:
             self._channel = self._opened()
             self._header = None
-        elif self._header is not None:
-            self._header.append(token)
-        elif self._channel == "final":
-            return self._final.push(token)
         else:
-            self._other.push(token)
+            self._header.append(token)
+            if self._is_text():
+                return self._as_text()
         return ""
 
     def close(self) -> str:
         """What is still held back. A reply that never opened a message is text as it stands: nothing is lost."""
         self._other.close()
-        out = ""
-        if self._header and not self.text and not self.reasoning:
-            out = "".join(self._final.push(token) for token in self._header)
-        return out + self._final.close()
+        unopened = self._as_text() if self._may_be_text() and not self._said().startswith(_RECIPIENT) else ""
+        return unopened + self._final.close()
+
+    def _content(self, token: int) -> str:
+        if self._channel == FINAL:
+            return self._final.push(token)
+        self._other.push(token)
+        return ""
+
+    def _is_text(self) -> bool:
+        """What stands where a header should, and is none: a model that does not keep to its format."""
+        if len(self._header or ()) - self._given > _LONGEST_HEADER:
+            return True
+        return self._may_be_text() and not _RECIPIENT.startswith(self._said()[: len(_RECIPIENT)])
+
+    def _may_be_text(self) -> bool:
+        """No role is to come, and no channel was named."""
+        role_comes = self._named and not self._given
+        return self._header is not None and not role_comes and self._marks["channel"] not in self._header
+
+    def _said(self) -> str:
+        return self.tokenizer.decode((self._header or [])[self._given :]).lstrip()
+
+    def _as_text(self) -> str:
+        """What the header holds beyond the prompt's part, as text of the answer."""
+        header, self._header = self._header, None
+        self._channel = FINAL
+        return "".join(self._final.push(token) for token in (header or [])[self._given :])
 
     def _opened(self) -> str:
         """The channel that a header names: the word after `<|channel|>`; a header without one opens the answer."""
         header, mark = self._header or [], self._marks["channel"]
         if mark not in header:
-            return "final"
+            return FINAL
         after = header[header.index(mark) + 1 :]
         end = next((at for at, token in enumerate(after) if token == self._marks["constrain"]), len(after))
         words = self.tokenizer.decode(after[:end]).split()
-        return words[0] if words else "final"
+        return words[0] if words else FINAL

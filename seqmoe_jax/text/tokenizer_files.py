@@ -28,6 +28,13 @@ def special_token(config: Mapping[str, Any], name: str) -> str | None:
     return value.get("content") if isinstance(value, dict) else value
 
 
+def special_tokens(directory: Path) -> dict[str, str]:
+    """The tokens that a directory gives names to, such as `bos_token`, as chat templates see them."""
+    config = tokenizer_config(directory)
+    names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+    return {name: token for name in names if (token := special_token(config, name)) is not None}
+
+
 def tokenizer_config(directory: Path) -> dict[str, Any]:
     path = directory / "tokenizer_config.json"
     return read_json(path) if path.is_file() else {}

@@ -73,6 +73,9 @@ class FileTokenizer:
         path = directory / "tokenizer.json"
         with reading(path):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        # What the file says of both is for training: prompts are neither cut nor filled up.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         known = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab = 1 + max((known | added_tokens(directory).ids).values(), default=-1)
         config = tokenizer_config(directory)
