@@ -3,9 +3,23 @@
 The command line turns every `SeqMoEError` into that line and exit status 2.
 """
 
+MOST_LINE = 1000  # characters
+
 
 class SeqMoEError(Exception):
-    """Base of every error that the caller can mend."""
+    """Base of every error that the caller can mend. Its message is one line, whatever was put into it: names and values
+    from outside may hold line breaks, terminal codes and megabytes."""
+
+    def __init__(self, message: object = ""):
+        super().__init__(one_line(str(message)))
+
+
+def one_line(text: str) -> str:
+    """A text without line breaks and unprintable characters, its middle left out where it is long."""
+    if len(text) > MOST_LINE:
+        text = f"{text[: MOST_LINE - 200]} ... {text[-150:]}"
+    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in " ".join(text.split()))
+    return line if len(line) <= MOST_LINE else f"{line[: MOST_LINE - 4]} ..."
 
 
 class CheckpointError(SeqMoEError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from seqmoe_jax.experts.host_pool import load_host_pool
 from seqmoe_jax.experts.random_pool import random_host_pool
 from seqmoe_jax.forecast.trained import TrainedPredictor
 from seqmoe_jax.host_memory import Progress
+from seqmoe_jax.inputs import read_json
 from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.models.model import Model
 from seqmoe_jax.models.spec import ModelSpec
@@ -114,7 +114,7 @@ def random_model(
 ) -> Model:
     """A model of the given `config.json` (contents or path) with random weights: real shapes, meaningless text."""
     device = device or jax.devices()[0]
-    spec = spec_from_config(config if isinstance(config, dict) else json.loads(Path(config).read_text()))
+    spec = spec_from_config(config if isinstance(config, dict) else read_json(config))
     chosen = activation_dtype(spec, device, dtype)
     with jax.default_device(device):
         weights = random_weights(jax.random.key(seed), spec=spec, dtype=chosen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from seqmoe_jax.errors import CheckpointError, ConfigError, SeqMoEError
+from seqmoe_jax.inputs import MAX_INDEX, read_json
 
 PATTERNS = (
     "*.json",
@@ -30,10 +31,10 @@ def resolve_model(model: str | Path) -> Path:
 
     Raises `CheckpointError` in one line where none of these gives a directory.
     """
-    path = Path(model).expanduser()
-    if model != "" and path.is_dir():
+    path = Path(os.path.expanduser(model))
+    if model != "" and os.path.isdir(path):
         return path
-    if path.is_file():
+    if os.path.exists(path) and model != "":
         raise CheckpointError(f"{model}: expected a model directory, got a file; give the directory it lies in")
     if model == "demo":
         return _demo()
@@ -47,7 +48,7 @@ def resolve_model(model: str | Path) -> Path:
 
 def resolve_config(model: str) -> dict[str, Any]:
     """The `config.json` alone of what `resolve_model` takes: of a model on the Hub nothing else is downloaded."""
-    if Path(model).expanduser().exists() or not HUB_ID.fullmatch(model):
+    if os.path.exists(os.path.expanduser(model)) or not HUB_ID.fullmatch(model):
         return read_config(resolve_model(model))
     from huggingface_hub import hf_hub_download
 
@@ -58,23 +59,6 @@ def resolve_config(model: str) -> dict[str, Any]:
 def read_config(directory: str | Path) -> dict[str, Any]:
     """`config.json` of a model directory. Raises `ConfigError` where it is missing or not a JSON object."""
     return read_json(Path(directory) / "config.json")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises `ConfigError` in one line."""
-    try:
-        value = json.loads(path.read_bytes().decode("utf-8"))
-    except FileNotFoundError:
-        advice = "is this a model directory?"
-        raise ConfigError(f"{path}: expected a JSON file, got no such file; {advice}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: expected a readable JSON file, got {error.strerror}; check it") from error
-    except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise ConfigError(f"{path}: expected UTF-8 JSON, got {reason}; download the file again") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: expected a JSON object, got {type(value).__name__}; download the file again")
-    return value
 
 
 def _demo() -> Path:
@@ -124,7 +108,7 @@ def _has_weights(directory: Path) -> bool:
     if (directory / "model.safetensors").is_file():
         return True
     try:
-        weight_map = read_json(directory / "model.safetensors.index.json").get("weight_map", {})
+        weight_map = read_json(directory / "model.safetensors.index.json", most=MAX_INDEX).get("weight_map", {})
         return bool(weight_map) and all((directory / str(name)).is_file() for name in set(weight_map.values()))
     except (ConfigError, AttributeError, TypeError):
         return False

@@ -6,7 +6,6 @@ the process's memory, and reads from many threads run at once (the GIL is releas
 
 from __future__ import annotations
 
-import json
 import os
 import weakref
 from collections.abc import Callable, KeysView, Mapping
@@ -17,6 +16,7 @@ import numpy as np
 
 from seqmoe_jax.checkpoints.header import TensorInfo, fault, read_header
 from seqmoe_jax.errors import CheckpointError
+from seqmoe_jax.inputs import MAX_INDEX, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -145,11 +145,7 @@ def _open_shards(directory: Path, files: dict[Path, int]) -> dict[str, TensorInf
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        raw = json.loads(index.read_bytes().decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise fault(index, "UTF-8 JSON", str(error)[:80]) from error
-    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+    weight_map = read_json(index, most=MAX_INDEX, error=CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise fault(index, "a weight_map of tensor names to shards", "none")
     for shard in weight_map.values():

@@ -11,10 +11,11 @@ from typing import Any
 import jax
 
 from pallas_kernels.backend import resolve
-from seqmoe_jax.checkpoints.resolve import read_json, resolve_config
+from seqmoe_jax.checkpoints.resolve import resolve_config
 from seqmoe_jax.doctor import link_bandwidth
 from seqmoe_jax.errors import ResidencyError
 from seqmoe_jax.host_memory import host_memory_bytes
+from seqmoe_jax.inputs import read_json
 from seqmoe_jax.loading import activation_dtype
 from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, parse_bytes, plan_memory
 from seqmoe_jax.models.families import spec_from_config

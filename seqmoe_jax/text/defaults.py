@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from seqmoe_jax.checkpoints.resolve import read_json
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.fields import Fields
+from seqmoe_jax.inputs import read_json
 from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.text import harmony
+
+MAX_TOKEN = (1 << 31) - 1
 
 
 def eos_token_ids(directory: Path, family: str = "") -> tuple[int, ...]:
@@ -21,13 +23,13 @@ def eos_token_ids(directory: Path, family: str = "") -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         if not (directory / name).is_file():
             continue
-        value = read_json(directory / name).get("eos_token_id")
-        if value is None:
-            continue
-        values = value if isinstance(value, list) else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
-            raise ConfigError(f"{directory / name}: eos_token_id must be an integer or a list of them, got {value!r}")
-        return (*values, *(token for token in known if token not in values))
+        found = read_json(directory / name)
+        value = found.get("eos_token_id")
+        fields = Fields(found | {"eos_token_id": value if isinstance(value, list) else [value]}, str(directory / name))
+        if value is not None:
+            # -1 is how some files say that there is none; no token has it.
+            values = fields.ints("eos_token_id", within=(-1, MAX_TOKEN))
+            return (*values, *(token for token in known if token not in values))
     return known
 
 
@@ -46,7 +48,7 @@ def model_sampling(directory: Path) -> SamplingConfig:
     try:
         return SamplingConfig(
             temperature=fields.number("temperature", 1.0),
-            top_k=int(fields.number("top_k", 0)),
+            top_k=int(fields.number("top_k", 0, most=MAX_TOKEN)),
             top_p=fields.number("top_p", 1.0),
             min_p=fields.number("min_p", 0.0),
         )

@@ -9,8 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from seqmoe_jax.checkpoints.resolve import read_json
 from seqmoe_jax.errors import ConfigError, PromptError
+from seqmoe_jax.inputs import read_json, read_text
 from seqmoe_jax.text.messages import Message
 from seqmoe_jax.text.tokenizer_files import special_tokens
 
@@ -58,7 +58,7 @@ def read_templates(directory: Path) -> tuple[Path, dict[str, str]] | None:
     """
     more = sorted((directory / "additional_chat_templates").glob("*.jinja"))
     files = {_DEFAULT: directory / "chat_template.jinja"} | {path.name.removesuffix(".jinja"): path for path in more}
-    texts = {name: _read(path) for name, path in files.items() if path.is_file()}
+    texts = {name: read_text(path, "a chat template") for name, path in files.items() if path.is_file()}
     if texts:
         return files[next(iter(texts))], texts
     for name in ("tokenizer_config.json", "chat_template.json"):
@@ -67,13 +67,6 @@ def read_templates(directory: Path) -> tuple[Path, dict[str, str]] | None:
         if given is not None:
             return path, _by_name(given, path)
     return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: expected a template in UTF-8, got {error}; download it again") from error
 
 
 def _by_name(given: object, path: Path) -> dict[str, str]:

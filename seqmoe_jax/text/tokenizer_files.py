@@ -8,8 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from seqmoe_jax.checkpoints.resolve import read_json
 from seqmoe_jax.errors import CheckpointError, ConfigError
+from seqmoe_jax.inputs import read_json
 
 
 class AddedTokens(NamedTuple):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from seqmoe_jax.errors import PromptError
+from seqmoe_jax.fields import Fields, shown
+from seqmoe_jax.inputs import parse_json, read_text
 
 FIELDS = ("prompt", "split", "temperature")
+MAX_PROMPTS = 1 << 28  # bytes of a file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +27,7 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     """Prompts from a file: of a `.jsonl` the objects' `prompt` (with `split`, `temperature` if they have them), else
     one per line. Blank lines are skipped. Raises `PromptError` naming the line."""
     path = Path(path)
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        raise PromptError(f"no file of prompts {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"{path}: expected a text file in UTF-8, got {error}") from None
+    lines = read_text(path, "a file of prompts", most=MAX_PROMPTS, error=PromptError).split("\n")
     parse = _from_json if path.suffix == ".jsonl" else lambda line, where: Prompt(text=line)
     prompts = [parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
@@ -41,19 +38,13 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
 
 
 def _from_json(line: str, where: str) -> Prompt:
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise PromptError(f"{where}: expected a JSON object, got {error}") from None
-    if not isinstance(value, dict) or not isinstance(value.get("prompt"), str) or not value["prompt"]:
-        raise PromptError(f"{where}: expected an object with a non-empty string 'prompt', got {line[:60]!r}")
-    unknown = sorted(set(value) - set(FIELDS))
-    if unknown:
-        raise PromptError(f"{where}: unknown field {unknown[0]!r}; a prompt may have {', '.join(FIELDS)}")
-    split, temperature = value.get("split"), value.get("temperature")
-    if not (split is None or (isinstance(split, str) and split)):
-        raise PromptError(f"{where}: expected 'split' to be a name such as \"train\", got {split!r}")
-    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
-    if not (temperature is None or (number and temperature >= 0)):
-        raise PromptError(f"{where}: expected 'temperature' to be 0 or positive, got {temperature!r}")
-    return Prompt(text=value["prompt"], split=split, temperature=temperature)
+    value = parse_json(line, where, error=PromptError)
+    if not isinstance(value, dict):
+        raise PromptError(f"{where}: expected a JSON object with 'prompt', got {shown(value)}")
+    fields = Fields(value, where, error=PromptError)
+    fields.only(*FIELDS)
+    return Prompt(
+        text=fields.text("prompt", least=1, most=MAX_PROMPTS),
+        split=fields.text("split", None, least=1, most=100),
+        temperature=fields.number("temperature", None, least=0, most=1e6),
+    )

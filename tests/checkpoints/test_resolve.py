@@ -81,7 +81,7 @@ def test_half_a_download_is_not_taken_from_the_cache(cache: Path, index: str):
 def test_read_config(tmp_path: Path):
     with pytest.raises(ConfigError, match="no such file"):
         read_config(tmp_path)
-    for content, words in ((b"{", "UTF-8 JSON"), (b"\xff", "UTF-8 JSON"), (b"[]", "a JSON object, got list")):
+    for content, words in ((b"{", "UTF-8 JSON"), (b"\xff", "UTF-8 JSON"), (b"[]", "a JSON object, got a list")):
         (tmp_path / "config.json").write_bytes(content)
         with pytest.raises(ConfigError, match=words) as caught:
             read_config(tmp_path)

@@ -171,12 +171,12 @@ def test_prompts_are_lines_or_json_objects(tmp_path):
     ("text", "message"),
     [
         ("", "has no prompts"),
-        ('{"prompt": "a"}\nhello', "line 2: expected a JSON object"),
-        ("[1]", "line 1: expected an object with a non-empty string 'prompt'"),
-        ('{"prompt": ""}', "non-empty string 'prompt'"),
+        ('{"prompt": "a"}\nhello', "line 2: expected UTF-8 JSON"),
+        ("[1]", "line 1: expected a JSON object with 'prompt'"),
+        ('{"prompt": ""}', "field 'prompt' must be text of 1"),
         ('{"prompt": "a", "temprature": 1}', "unknown field 'temprature'"),
-        ('{"prompt": "a", "split": 3}', "expected 'split' to be a name"),
-        ('{"prompt": "a", "temperature": -1}', "expected 'temperature' to be 0 or positive"),
+        ('{"prompt": "a", "split": 3}', "field 'split' must be text, got 3"),
+        ('{"prompt": "a", "temperature": -1}', "field 'temperature' must be a number from 0"),
         ('{"prompt": "a", "split": "x"}\n{"prompt": "a"}', "either every prompt has a 'split' or none has"),
     ],
 )
@@ -187,7 +187,7 @@ def test_faults_of_a_file_of_prompts(tmp_path, text, message):
 
 
 def test_faults_that_are_said_before_anything_is_generated(engine, tmp_path):
-    with pytest.raises(PromptError, match="no file of prompts"):
+    with pytest.raises(PromptError, match="expected a file of prompts, got no such file"):
         read_prompts(tmp_path / "none.txt")
     (tmp_path / "latin.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(PromptError, match="UTF-8"):

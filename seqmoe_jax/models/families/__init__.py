@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.fields import Fields
 from seqmoe_jax.models.families import (
     deepseek,
@@ -18,6 +19,7 @@ from seqmoe_jax.models.families import (
     qwen_next,
 )
 from seqmoe_jax.models.families.common import Family
+from seqmoe_jax.models.families.ranges import MOST_KEYS, RANGES
 from seqmoe_jax.models.spec import ModelSpec
 
 # By `model_type` of config.json.
@@ -41,10 +43,11 @@ FAMILIES: Mapping[str, Family] = {
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """Contents of a `config.json` -> `ModelSpec`. Raises `ConfigError` for what is unknown or unsupported."""
-    fields = Fields(config)
+    fields = Fields(config, ranges=RANGES)
     family = fields.text("model_type")
     if family not in FAMILIES:
         raise fields.unsupported("model_type", family, tuple(sorted(FAMILIES)))
     spec = FAMILIES[family].spec(fields)
-    spec.moe  # a dense model is refused here, not deep inside  # noqa: B018
+    if spec.num_keys > MOST_KEYS:  # also refuses a dense model here, not deep inside
+        raise ConfigError(f"{fields.where}: expected at most {MOST_KEYS} experts in all layers, got {spec.num_keys}")
     return spec

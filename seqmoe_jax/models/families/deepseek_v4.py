@@ -129,7 +129,7 @@ def _rope(config: Fields, kind: str, head_dim: int) -> Rope:
     values = {"attention_factor": 1.0} | values
     part = config.size("qk_rope_head_dim", 64) / head_dim
     context = {"max_position_embeddings": config.size("max_position_embeddings")}
-    found = rope(Fields({"rope_parameters": values} | context, config.where), head_dim, partial_rotary_factor=part)
+    found = rope(config.of({"rope_parameters": values} | context, config.where), head_dim, partial_rotary_factor=part)
     return replace(found, layout="pairs", rotated="last")
 
 

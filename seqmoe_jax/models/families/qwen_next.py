@@ -43,7 +43,7 @@ def qwen3_5_moe(config: Fields) -> ModelSpec:
         # What concerns all parts stands beside the text part.
         shared = ("quantization_config", "dtype", "torch_dtype", "tie_word_embeddings")
         outer = {name: config.values[name] for name in shared if name in config.values}
-        config = Fields(outer | dict(text.values), text.where)
+        config = text.of(outer | dict(text.values), text.where)
     layers = config.size("num_hidden_layers")
     return _model(config, "qwen3_5_moe", grouped=False, normalize=True, sparse=(True,) * layers)
 
