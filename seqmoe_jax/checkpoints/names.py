@@ -9,8 +9,9 @@ from pallas_kernels.layout import FP4, FP4_BLOCK
 from seqmoe_jax.checkpoints.fp8 import DEFAULT_BLOCK
 from seqmoe_jax.checkpoints.sources import NameMap, Source
 from seqmoe_jax.models.families import FAMILIES
-from seqmoe_jax.models.naming import ExpertNames
+from seqmoe_jax.models.naming import ExpertNames, Names
 from seqmoe_jax.models.spec import ModelSpec, MoESpec
+from seqmoe_jax.models.tensors import Tensors
 
 
 def names_of(spec: ModelSpec, available: Set[str]) -> NameMap:
@@ -20,18 +21,12 @@ def names_of(spec: ModelSpec, available: Set[str]) -> NameMap:
     Model names are those of `ModelSpec.tensors`. Experts are counted by MoE layer, not by layer; their fields are
     those of the expert layout.
     """
-    family = FAMILIES[spec.family]
-    dialects = (family.names, *family.dialects)
-    names = next((names for names in dialects if names.model["embed"] in available), family.names)
-    dense = {}
-    for ours, tensor in spec.tensors().items():
-        if ours.startswith("layers."):
-            _, index, part = ours.split(".", 2)
-            theirs = names.prefix.format(index=index) + names.layer[part]
-        else:
-            theirs = names.model[ours]
-        integers = tensor.dtype is not None and tensor.dtype.kind == "i"
-        dense[ours] = Source(tensor=theirs, shape=tensor.shape, integers=integers)
+    tensors = spec.tensors()
+    names = min(_spellings(spec, available), key=lambda names: len(set(_dense(names, tensors)) - available))
+    dense = {
+        ours: Source(tensor=theirs, shape=tensor.shape, integers=tensor.dtype is not None and tensor.dtype.kind == "i")
+        for theirs, (ours, tensor) in zip(_dense(names, tensors), tensors.items(), strict=True)
+    }
     moe, fp4 = spec.moe, spec.expert_dtype == FP4
     experts = tuple(
         tuple(_experts(spec.hidden, moe, fp4, names.prefix.format(index=index), names.experts, available))
@@ -44,8 +39,31 @@ def names_of(spec: ModelSpec, available: Set[str]) -> NameMap:
         layer_index=spec.moe_layers,
         block=spec.fp8_block or DEFAULT_BLOCK,
         scale_suffix=names.scale_suffix,
-        ignored=(*ignored, *((names.model["lm_head"],) if spec.tied else ())),
+        ignored=(*ignored, *((f"*{names.model['lm_head']}",) if spec.tied else ())),
     )
+
+
+def _spellings(spec: ModelSpec, available: Set[str]) -> Iterator[Names]:
+    """The family's dialects below every root that the checkpoint may have; the usual one first."""
+    family = FAMILIES[spec.family]
+    for names in (family.names, *family.dialects):
+        yield names.below("model.", "")
+        tail = names.model["embed"].removeprefix("{root}")
+        if tail != names.model["embed"]:
+            for root in sorted(name.removesuffix(tail) for name in available if ("." + name).endswith("." + tail)):
+                # The head may stand beside the decoder, in the model that has both, or by itself.
+                yield names.below(root, "")
+                yield names.below(root, root.removesuffix("model.") if root.endswith(".model.") else root)
+
+
+def _dense(names: Names, tensors: Tensors) -> Iterator[str]:
+    """What a checkpoint calls these tensors, in their order."""
+    for ours in tensors:
+        if ours.startswith("layers."):
+            _, index, part = ours.split(".", 2)
+            yield names.prefix.format(index=index) + names.layer[part]
+        else:
+            yield names.model[ours]
 
 
 def _experts(

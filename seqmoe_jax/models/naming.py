@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-MODEL = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": "lm_head.weight"}
+MODEL = {"embed": "{root}embed_tokens.weight", "final_norm": "{root}norm.weight", "lm_head": "{top}lm_head.weight"}
 
-# What most families call the parts of a layer, below `model.layers.{index}.`.
+# What most families call the parts of a layer, below `{root}layers.{index}.`.
 LAYER = {
     "input_norm": "input_layernorm.weight",
     "post_norm": "post_attention_layernorm.weight",
@@ -49,14 +49,41 @@ class ExpertNames:
     fused_down: str = "mlp.experts.down_proj"
 
 
+# Buffers that old files have, towers of models that also see or hear, and layers that predict further tokens.
+IGNORED = (
+    "*rotary_emb.inv_freq",
+    *("*visual.*", "*vision_*", "*audio_*", "*multi_modal_projector.*", "*mm_projector.*"),
+    *("mtp.*", "model.mtp.*"),
+)
+# Where those layers stand behind the last one, in the same names.
+FURTHER = ("{root}layers.{layers}.*",)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Names:
     """Names of a family. `ignored` are patterns of tensors that the model has no use for; `{layers}` is their count.
-    `scale_suffix` turns the end of a weight's name into that of its FP8 scales."""
+
+    `{root}` is what stands before the names of a decoder, and `{top}` before that of its head: "model." and nothing,
+    but a checkpoint of the decoder alone has no root, and one of a model that also sees another, like
+    "model.language_model.".
+    """
 
     model: Mapping[str, str] = field(default_factory=lambda: MODEL)
     layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
-    prefix: str = "model.layers.{index}."
+    prefix: str = "{root}layers.{index}."
     experts: ExpertNames = ExpertNames()
-    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    ignored: tuple[str, ...] = IGNORED
     scale_suffix: tuple[str, str] = ("", "_scale_inv")
+
+    def below(self, root: str, top: str) -> Names:
+        """The same names with `{root}` and `{top}` filled in."""
+
+        def fill(name: str) -> str:
+            return name.replace("{root}", root).replace("{top}", top)
+
+        return replace(
+            self,
+            model={ours: fill(theirs) for ours, theirs in self.model.items()},
+            prefix=fill(self.prefix),
+            ignored=tuple(map(fill, self.ignored)),
+        )

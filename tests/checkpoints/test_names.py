@@ -115,7 +115,7 @@ def test_every_fault_is_in_one_line(tmp_path: Path):
         del arrays[f"model.layers.2.mlp.experts.{expert}.up_proj.weight"]
     arrays["model.norm.weight"] = np.zeros(17, np.float32)
     arrays["lm_head.weight"] = arrays["lm_head.weight"].astype(np.int32)
-    arrays["visual.patch"] = np.zeros(1, np.float32)
+    arrays["model.patch"] = np.zeros(1, np.float32)
     checkpoint = saved(tmp_path, arrays)
     with pytest.raises(CheckpointError) as caught:
         check_names(checkpoint, names_of(spec_from_config(CONFIG), checkpoint.names))
@@ -123,7 +123,7 @@ def test_every_fault_is_in_one_line(tmp_path: Path):
     assert "\n" not in line
     assert "4 missing (model.layers.2.mlp.experts.0.up_proj.weight, " in line
     assert "2 of a wrong shape or dtype (model.norm.weight [17] for [16], lm_head.weight of int32)" in line
-    assert "1 unexpected (visual.patch)" in line
+    assert "1 unexpected (model.patch)" in line
 
 
 def fp8_checkpoint(directory: Path, block: int, *, scales: bool = True) -> tuple[Checkpoint, dict[str, Any]]:

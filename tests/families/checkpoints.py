@@ -141,15 +141,20 @@ FAMILIES["gpt_oss"] = (
 )  # fmt: skip
 
 
-def make(family: str, directory: Path) -> Reference:
-    """Writes a checkpoint of bfloat16 weights and runs it."""
+def random_model(family: str, **more: Any) -> torch.nn.Module:
+    """A model of bfloat16 weights."""
     name, changes = FAMILIES[family]
     kind = f"{name}TextConfig" if family.endswith("_text") else f"{name}Config"
-    config = getattr(transformers, kind)(**COMMON | changes, eos_token_id=None, pad_token_id=None)
+    config = getattr(transformers, kind)(**COMMON | changes | more, eos_token_id=None, pad_token_id=None)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     randomize(model)
-    model.to(torch.bfloat16).save_pretrained(directory)
-    return run(name, directory)
+    return model.to(torch.bfloat16)
+
+
+def make(family: str, directory: Path) -> Reference:
+    """Writes a checkpoint and runs it."""
+    random_model(family).save_pretrained(directory)
+    return run(FAMILIES[family][0], directory)
 
 
 def run(name: str, directory: Path) -> Reference:

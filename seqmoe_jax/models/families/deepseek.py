@@ -20,7 +20,7 @@ from seqmoe_jax.models.families.common import (
     sigmoid_router,
 )
 from seqmoe_jax.models.mixers.mla import MLA
-from seqmoe_jax.models.naming import CORRECTION, LAYER, SHARED, Names
+from seqmoe_jax.models.naming import CORRECTION, FURTHER, IGNORED, LAYER, SHARED, Names
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.routers import Groups, RouterSpec
 from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
@@ -110,8 +110,7 @@ LATENT = {
     "mixer.kv_a_norm": "self_attn.kv_a_layernorm.weight",
     "mixer.kv_b": "self_attn.kv_b_proj.weight",
 }
-# What predicts further tokens stands behind the last layer, in the same names.
-NAMES = Names(layer=LAYER | LATENT | CORRECTION | SHARED, ignored=("*.rotary_emb.inv_freq", "model.layers.{layers}.*"))
+NAMES = Names(layer=LAYER | LATENT | CORRECTION | SHARED, ignored=IGNORED + FURTHER)
 V2 = Family(spec=deepseek_v2, names=NAMES)
 V3 = Family(spec=deepseek_v3, names=NAMES)
 GLM4_LITE = Family(spec=glm4_moe_lite, names=NAMES)

@@ -17,7 +17,7 @@ from seqmoe_jax.models.families.common import Family, layer_types, model, only, 
 from seqmoe_jax.models.mixers.compressed import CompressedAttention
 from seqmoe_jax.models.mixers.compressor import Compressor, Indexer
 from seqmoe_jax.models.mlp import DenseSpec, SharedSpec
-from seqmoe_jax.models.naming import ExpertNames, Names
+from seqmoe_jax.models.naming import CORRECTION, LAYER, MODEL, SHARED, ExpertNames, Names
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.residual import HyperConnection, HyperHead
 from seqmoe_jax.models.rope import Rope
@@ -196,15 +196,47 @@ PUBLISHED = Names(
     prefix="layers.{index}.",
     layer=LAYERS,
     experts=EXPERTS,
-    ignored=("mtp.*",),
     scale_suffix=("weight", "scale"),
 )
 # As transformers saves a model: names half its own, half the published ones.
 SAVED = replace(
     PUBLISHED,
-    model={"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": "head.weight"}
-    | _hyper_names("head", "model.hc_head.hc"),
-    prefix="model.layers.{index}.",
+    model=MODEL | {"lm_head": "head.weight"} | _hyper_names("head", "{root}hc_head.hc"),
+    prefix="{root}layers.{index}.",
     layer=LAYERS | {"mixer.kv_norm": "attn.norm.weight"},
 )
-FAMILY = Family(spec=deepseek_v4, names=PUBLISHED, dialects=(SAVED,))
+SAVED_WITHOUT_HEAD = replace(PUBLISHED, layer=SAVED.layer)
+
+
+def _own_compressor(ours: str, theirs: str) -> dict[str, str]:
+    return {
+        f"{ours}.kv": f"{theirs}.kv_proj.weight",
+        f"{ours}.gate": f"{theirs}.gate_proj.weight",
+        f"{ours}.ape": f"{theirs}.position_bias",
+        f"{ours}.norm": f"{theirs}.kv_norm.weight",
+    }
+
+
+def _own_hyper(ours: str, theirs: str) -> dict[str, str]:
+    return {
+        f"{ours}.{part}": f"{theirs}.{name}" for part, name in (("map", "fn"), ("base", "base"), ("scale", "scale"))
+    }
+
+
+INDEXER = "self_attn.compressor.indexer"
+# All names those of transformers' classes, as it saves them where it is told to leave the published ones.
+OWN = Names(
+    model=MODEL | _hyper_names("head", "{root}hc_head.hc"),
+    layer=LAYER
+    | CORRECTION
+    | SHARED
+    | _own_hyper("mixer_residual", "attn_hc")
+    | _own_hyper("mlp_residual", "ffn_hc")
+    | {f"mixer.{name}": f"self_attn.{name}_proj.weight" for name in ("q_a", "q_b", "kv", "o_a", "o_b")}
+    | {"mixer.q_norm": "self_attn.q_a_norm.weight", "mixer.kv_norm": "self_attn.kv_norm.weight"}
+    | _own_compressor("mixer.compressor", "self_attn.compressor")
+    | _own_compressor("mixer.indexer.compressor", INDEXER)
+    | {"mixer.indexer.q_b": f"{INDEXER}.q_b_proj.weight", "router.table": "mlp.gate.tid2eid"}
+    | {"mixer.indexer.weights_proj": f"{INDEXER}.scorer.weights_proj.weight"},
+)
+FAMILY = Family(spec=deepseek_v4, names=PUBLISHED, dialects=(SAVED, SAVED_WITHOUT_HEAD, OWN))

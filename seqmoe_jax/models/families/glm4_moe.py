@@ -13,7 +13,7 @@ from seqmoe_jax.models.families.common import (
     shared_expert,
     sigmoid_router,
 )
-from seqmoe_jax.models.naming import CORRECTION, LAYER, SHARED, Names
+from seqmoe_jax.models.naming import CORRECTION, FURTHER, IGNORED, LAYER, SHARED, Names
 from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
 
 
@@ -41,6 +41,5 @@ def glm4_moe(config: Fields) -> ModelSpec:
     return model(config, family="glm4_moe", layers=layers, norm=norm)
 
 
-# What predicts further tokens stands behind the last layer, in the same names.
-IGNORED = ("*.rotary_emb.inv_freq", "model.layers.{layers}.*")
-FAMILY = Family(spec=glm4_moe, names=Names(layer=LAYER | CORRECTION | SHARED, ignored=IGNORED))
+NAMES = Names(layer=LAYER | CORRECTION | SHARED, ignored=IGNORED + FURTHER)
+FAMILY = Family(spec=glm4_moe, names=NAMES)

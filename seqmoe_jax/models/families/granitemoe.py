@@ -30,10 +30,14 @@ def granitemoe(config: Fields) -> ModelSpec:
     )
 
 
-EXPERTS = ExpertNames(
-    fused_gate_up="block_sparse_moe.input_linear.weight", fused_down="block_sparse_moe.output_linear.weight"
-)
+def _names(router: str, gate_up: str, down: str) -> Names:
+    at = "block_sparse_moe."
+    experts = ExpertNames(split=False, fused_gate_up=at + gate_up, fused_down=at + down)
+    return Names(layer=LAYER | {"router.weight": at + router}, experts=experts)
+
+
 FAMILY = Family(
     spec=granitemoe,
-    names=Names(layer=LAYER | {"router.weight": "block_sparse_moe.router.layer.weight"}, experts=EXPERTS),
+    names=_names("router.layer.weight", "input_linear.weight", "output_linear.weight"),
+    dialects=(_names("router.weight", "experts.gate_up_proj", "experts.down_proj"),),  # transformers' own
 )

@@ -25,5 +25,7 @@ EXPERTS = ExpertNames(
     down="block_sparse_moe.experts.{expert}.w2.weight",
 )
 FAMILY = Family(
-    spec=mixtral, names=Names(layer=LAYER | {"router.weight": "block_sparse_moe.gate.weight"}, experts=EXPERTS)
+    spec=mixtral,
+    names=Names(layer=LAYER | {"router.weight": "block_sparse_moe.gate.weight"}, experts=EXPERTS),
+    dialects=(Names(),),  # transformers' own
 )

@@ -18,7 +18,7 @@ from seqmoe_jax.models.families.qwen_moe import SHARED
 from seqmoe_jax.models.mixers import Mixer
 from seqmoe_jax.models.mixers.gated_delta_net import GatedDeltaNet
 from seqmoe_jax.models.mlp import DenseSpec, SharedSpec
-from seqmoe_jax.models.naming import LAYER, MODEL, Names
+from seqmoe_jax.models.naming import LAYER, Names
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
 
@@ -94,12 +94,5 @@ DELTA_NET = {
     "mixer.out": "linear_attn.out_proj.weight",
 }
 LAYERS = LAYER | SHARED | DELTA_NET
-IGNORED = ("*.rotary_emb.inv_freq", "mtp.*", "model.visual.*")
-MULTIMODAL = {ours: theirs.replace("model.", "model.language_model.", 1) for ours, theirs in MODEL.items()}
-
-NEXT = Family(spec=qwen3_next, names=Names(layer=LAYERS, ignored=IGNORED))
-QWEN3_5 = Family(
-    spec=qwen3_5_moe,
-    names=Names(model=MULTIMODAL, prefix="model.language_model.layers.{index}.", layer=LAYERS, ignored=IGNORED),
-    dialects=(Names(layer=LAYERS, ignored=IGNORED),),
-)
+NEXT = Family(spec=qwen3_next, names=Names(layer=LAYERS))
+QWEN3_5 = Family(spec=qwen3_5_moe, names=Names(layer=LAYERS))
