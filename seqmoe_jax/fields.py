@@ -123,20 +123,27 @@ class Fields:
 
     def _items(self, name: str, kind: type, default: Any, most: int, plural: str) -> tuple[Any, ...]:
         # Defaults are tuples of what is right already.
+        kinds = (int, float) if kind is float else kind
         if (value := self._get(name, list, default)[1]) is default:
             return value
-        right = all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
+        right = all(isinstance(item, kinds) and not isinstance(item, bool) for item in value)
         if len(value) > most or not right:
             raise self.fault(name, f"a list of at most {most} {plural}" if right else f"a list of {plural}", value)
         return tuple(value)
 
     def ints(self, name: str, default: Any = _MISSING, *, within: Range = COUNTS, most: int = MOST_ITEMS) -> Any:
         """A list of integers `within` a range, at most so many, as a tuple; or the default."""
-        values = self._items(name, int, default, most, "integers")
-        least, highest = self.ranges.get(name, within)
+        return self._each_within(name, self._items(name, int, default, most, "integers"), "integers", within)
+
+    def numbers(self, name: str, default: Any = _MISSING, *, within: Range = NUMBERS, most: int = MOST_ITEMS) -> Any:
+        """A list of finite floats `within` a range, at most so many, as a tuple; or the default."""
+        return self._each_within(name, self._items(name, float, default, most, "numbers"), "numbers", within)
+
+    def _each_within(self, name: str, values: Any, plural: str, within: Range) -> Any:
+        least, most = self.ranges.get(name, within)
         for item in values or ():
-            if not least <= item <= highest:
-                raise self.fault(name, f"integers from {least:g} to {highest:.10g}", item)
+            if not least <= item <= most:
+                raise self.fault(name, f"{plural} from {least:g} to {most:.10g}", item)
         return values
 
     def texts(self, name: str, default: Any = _MISSING, *, most: int = MOST_ITEMS) -> Any:

@@ -31,11 +31,14 @@ def is_file(path: PathLike) -> bool:
     return os.path.exists(path) and not os.path.isdir(path)
 
 
-def check_file(path: PathLike, what: str, error: Error = ConfigError, advice: str = "check the path") -> None:
-    """Raises `error` where `path` is no regular file that can be read: no pipe, which would block, and no device."""
+def check_file(path: PathLike, what: str, error: Error = ConfigError, *, pipes: bool = False) -> None:
+    """Raises `error` where `path` is no regular file that can be read: no device, and no pipe, which may block (unless
+    `pipes` says that the caller knows how to read them)."""
     try:
         mode = os.stat(path).st_mode
         came = next((name for is_kind, name in _KINDS.items() if is_kind(mode)), None)
+        if came == "a pipe" and pipes:
+            came = None
         if came is None and not os.access(path, os.R_OK):
             came = "one without permission to read it"
     except FileNotFoundError:
@@ -43,14 +46,21 @@ def check_file(path: PathLike, what: str, error: Error = ConfigError, advice: st
     except (OSError, ValueError) as fault:  # a loop of links, a name too long; a NUL in it
         came = _reason(fault)
     if came is not None:
-        raise error(f"{path}: expected {what}, got {came}; {advice}") from None
+        raise error(f"{path}: expected {what}, got {came}; check the path") from None
 
 
-def read_bytes(path: PathLike, what: str, *, most: int = MAX_JSON, error: Error = ConfigError) -> bytes:
-    """All bytes of a regular file, of which there may be `most`. Raises `error`."""
-    check_file(path, what, error)
+def read_bytes(
+    path: PathLike, what: str, *, most: int = MAX_JSON, error: Error = ConfigError, pipes: bool = False
+) -> bytes:
+    """All bytes of a regular file (with `pipes`, of what a shell writes into one too), of which there may be `most`.
+
+    Raises `error`.
+    """
+    check_file(path, what, error, pipes=pipes)
     try:
-        with open(path, "rb") as file:
+        # Without O_NONBLOCK this would wait until somebody opens a pipe for writing.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            os.set_blocking(file.fileno(), True)
             data = file.read(most + 1)
     except OSError as fault:
         raise error(f"{path}: expected {what}, got {_reason(fault)}; check the file") from None
@@ -59,9 +69,11 @@ def read_bytes(path: PathLike, what: str, *, most: int = MAX_JSON, error: Error 
     return data
 
 
-def read_text(path: PathLike, what: str, *, most: int = MAX_JSON, error: Error = ConfigError) -> str:
-    """The text of a regular file. Raises `error`."""
-    return _decode(read_bytes(path, what, most=most, error=error), f"{path}: expected {what}", error)
+def read_text(
+    path: PathLike, what: str, *, most: int = MAX_JSON, error: Error = ConfigError, pipes: bool = False
+) -> str:
+    """The text of a file. Raises `error`."""
+    return _decode(read_bytes(path, what, most=most, error=error, pipes=pipes), f"{path}: expected {what}", error)
 
 
 def read_json(path: PathLike, *, most: int = MAX_JSON, error: Error = ConfigError) -> dict[str, Any]:

@@ -138,3 +138,19 @@ def test_an_error_is_one_line_whatever_was_put_into_it():
         line = str(SeqMoEError(f"{text} tail"))
         assert line.isprintable()
         assert len(line) <= MOST_LINE
+
+
+def test_lists_of_numbers_are_finite():
+    assert Fields({"x": [1, 0.5]}).numbers("x") == (1, 0.5)
+    for value in ([NAN], ["a"], [True], [10**400], 1.0, [1] * 10**5):
+        assert "field 'x' must be" in refusal(Fields({"x": value}).numbers, "x")
+
+
+def test_a_pipe_is_read_where_a_shell_may_give_one(tmp_path):
+    read, write = os.pipe()
+    os.write(write, b"a prompt")
+    os.close(write)
+    assert read_text(f"/dev/fd/{read}", "prompts", pipes=True) == "a prompt"
+    os.close(read)
+    os.mkfifo(tmp_path / "pipe")
+    assert read_text(tmp_path / "pipe", "prompts", pipes=True) == ""  # nobody writes to it: it must not be waited for

@@ -116,7 +116,7 @@ def test_a_benchmark_has_a_line_per_setting_and_a_stack_per_profile(tmp_path, ca
         (["heatmap", EXCERPT, "--out", "x.bmp"], "expected a name that ends in .png, .svg, .pdf"),
         (["heatmap", EXCERPT, "--out", "no/x.png"], "no directory no"),
         (["heatmap", EXCERPT, "--out", "x.png", "--sequence", "999"], "--sequence must be from 0 to"),
-        (["heatmap", "none.npz", "--out", "x.png"], "no trace file"),
+        (["heatmap", "none.npz", "--out", "x.png"], "expected a trace file, got no such file"),
         (["hit-rate", EXCERPT, "--out", "x.png", "--residencies", "2"], "residency must be in (0, 1], got 2.0"),
         (["recall", "none.json", "--out", "x.png"], "expected the JSON of an evaluation"),
         (["bench", EXCERPT, "--out", "x.png"], "expected the JSON of `seqmoe bench --out`"),

@@ -1,27 +1,91 @@
-"""Reading and writing `npz` files of plain arrays."""
+"""Reading and writing `npz` files of plain arrays.
+
+A few bytes of such a file can ask for all memory there is, so what the headers say is checked before anything is
+unpacked: that each array is as large as its shape, and all together not out of proportion to the file.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from seqmoe_jax.errors import TraceError
+from seqmoe_jax.inputs import check_file
+
+MAX_RATIO = 64  # unpacked to packed bytes; routing shrinks to a half, and nothing that we write to less than a tenth
+ALWAYS = 64 << 20  # bytes that any file may unpack to
+MAX_ARRAYS = 1000
 
 
-def read_arrays(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
-    """The arrays by name; `TraceError` where there is no such file (of `what`) or where it cannot be read."""
-    if not Path(path).is_file():
-        raise TraceError(f"no {what} {path}")
+class Header(NamedTuple):
+    """What a file says of an array before its data."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+Check = Callable[[Mapping[str, Any]], None]  # of headers, or of arrays; raises `TraceError`
+
+
+def read_arrays(path: str | os.PathLike[str], what: str, check_headers: Check) -> dict[str, Any]:
+    """The arrays of a file (of `what`) by name, numbers and strings. Raises `TraceError`.
+
+    `check_headers` sees what the file says of shapes and dtypes; arrays are unpacked after it.
+    """
+    check_file(path, what, TraceError)
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
-    except (ValueError, OSError, EOFError, KeyError, AttributeError, zipfile.BadZipFile) as error:
-        raise TraceError(f"{path} is not a readable npz file: {error}") from None
+        with zipfile.ZipFile(path) as archive:
+            members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
+            _check_sizes(list(members.values()), os.path.getsize(path))
+            check_headers({name: _read_header(archive, member) for name, member in members.items()})
+            return {name: _read_array(archive, member) for name, member in members.items()}
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from None
+    except MemoryError:
+        raise TraceError(f"{path}: expected {what} that fits into memory, got one that does not") from None
+    except Exception as error:  # over damaged bytes zipfile, zlib and NumPy raise whatever comes
+        reason = str(error) or type(error).__name__
+        raise TraceError(f"{path}: expected {what}, got what is no readable npz file: {reason[:100]}") from None
+
+
+def _check_sizes(members: list[zipfile.ZipInfo], packed: int) -> None:
+    if len(members) > MAX_ARRAYS:
+        raise TraceError(f"expected at most {MAX_ARRAYS} arrays, got {len(members)}")
+    unpacked, most = sum(member.file_size for member in members), max(ALWAYS, MAX_RATIO * packed)
+    if unpacked > most:
+        raise TraceError(
+            f"expected at most {most} bytes unpacked from {packed}, got {unpacked}; do not trust this file"
+        )
+
+
+def _read_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Header:
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+        begin = file.tell()
+    # Strings of no characters are arrays of no bytes, however many there are.
+    if dtype.kind not in "biufUS" or not dtype.itemsize or min(shape, default=0) < 0:
+        raise TraceError(f"{member.filename}: expected numbers or strings, got {dtype} of shape {shape}")
+    if begin + math.prod(shape) * dtype.itemsize != member.file_size:
+        raise TraceError(f"{member.filename}: shape {shape} of {dtype} is not the size of its {member.file_size} bytes")
+    return Header(shape, dtype)
+
+
+def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
+    with archive.open(member) as file:
+        array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
+        return array
 
 
 def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Any], *, compressed: bool) -> None:

@@ -8,8 +8,10 @@ a sequence is what is said before anything is known of it.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float16, Integer
@@ -18,6 +20,7 @@ from seqmoe_jax.errors import TraceError
 from seqmoe_jax.traces.archive import read_arrays, write_arrays
 from seqmoe_jax.traces.format import Trace
 
+_MOST, _MINUS_ZERO = np.array([1.01, -0.0], np.float16).view(np.uint16)
 _ARRAYS = ("next", "refined", "early", "retention", "rollout")
 
 
@@ -56,10 +59,11 @@ class Forecasts:
                     f"the forecasts are for another trace: {name} has (steps, layers, experts) {shape}, "
                     f"the trace {expected}"
                 )
-            # Two ends tell a file of logits; reading every value of a rollout would take as long as simulating.
-            for part in (array[:64], array[-64:]):
-                if not (np.isfinite(part).all() and part.min() >= 0 and part.max() <= 1.01):
-                    raise TraceError(f"forecasts: {name} has values outside [0, 1], expected probabilities")
+            # From 0 on, floats are ordered as their bits are, and NaN and negative ones (but -0) come after all others:
+            # one comparison of integers for each value.
+            bits = array.view(np.uint16)
+            if array.size and bits.max() > _MOST and ((bits > _MOST) & (bits != _MINUS_ZERO)).any():
+                raise TraceError(f"forecasts: {name} has values outside [0, 1], expected probabilities")
         if (self.refined is not None or self.early is not None) and not (
             self.trigger is not None and 0 < self.trigger < trace.layers
         ):
@@ -81,15 +85,7 @@ def write_forecasts(path: str | os.PathLike[str], forecasts: Forecasts) -> None:
 
 def read_forecasts(path: str | os.PathLike[str], trace: Trace | None = None) -> Forecasts:
     """Reads, and checks against the trace if there is one."""
-    arrays = read_arrays(path, "file of forecasts")
-    if "next" not in arrays:
-        raise TraceError(f"{path}: missing next: a file of forecasts has it, and may have {', '.join(_ARRAYS[1:])}")
-    for name in _ARRAYS:
-        rank = 4 if name == "rollout" else 3
-        if name in arrays and (arrays[name].dtype != np.float16 or arrays[name].ndim != rank):
-            raise TraceError(
-                f"{path}: {name} is {arrays[name].dtype} of {arrays[name].ndim} dimensions, expected float16 of {rank}"
-            )
+    arrays = read_arrays(path, "a file of forecasts", _check_headers)
     forecasts = Forecasts(
         **{name: arrays[name] for name in _ARRAYS if name in arrays},
         trigger=int(arrays["trigger"]) if "trigger" in arrays else None,
@@ -101,3 +97,20 @@ def read_forecasts(path: str | os.PathLike[str], trace: Trace | None = None) -> 
         except TraceError as error:
             raise TraceError(f"{path}: {error}") from None
     return forecasts
+
+
+def _check_headers(arrays: Mapping[str, Any]) -> None:
+    """Raises `TraceError` for an array that is missing, of another dtype or of another rank."""
+    if "next" not in arrays:
+        raise TraceError(f"missing next: a file of forecasts has it, and may have {', '.join(_ARRAYS[1:])}")
+    ranks = dict.fromkeys(_ARRAYS, ("float16", 3)) | {
+        "rollout": ("float16", 4), "trigger": ("an integer", 0), "name": ("text", 0)
+    }  # fmt: skip
+    kinds = {"float16": "f", "an integer": "iu", "text": "U"}
+    for name, header in arrays.items():
+        if name not in ranks:
+            raise TraceError(f"unknown array {name[:60]!r}; known are {', '.join(ranks)}")
+        kind, rank = ranks[name]
+        right = header.dtype.kind in kinds[kind] and (kind != "float16" or header.dtype == np.float16)
+        if not right or header.ndim != rank:
+            raise TraceError(f"{name} is {header.dtype} of {header.ndim} dimensions, expected {kind} of {rank}")

@@ -34,7 +34,7 @@ from jaxtyping import Bool, Float32, Int32, Integer, UInt8
 
 from seqmoe_jax.errors import TraceError
 from seqmoe_jax.traces.archive import read_arrays, write_arrays
-from seqmoe_jax.traces.validation import OPTIONAL, REQUIRED, check_arrays
+from seqmoe_jax.traces.validation import OPTIONAL, REQUIRED, check_arrays, check_headers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +196,7 @@ def join(traces: Sequence[Trace]) -> Trace:
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
     """A trace file, validated in full; `TraceError` in one line for anything wrong with it."""
-    arrays = read_arrays(path, "trace file")
+    arrays = read_arrays(path, "a trace file", check_headers)
     try:
         check_arrays(arrays)
     except TraceError as error:
@@ -215,5 +215,6 @@ def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
     arrays = {name: np.int32(value) if isinstance(value, int) else value for name, value in fields.items()}
     arrays = {name: value for name, value in arrays.items() if value is not None}
     arrays |= {name: np.asarray(array) for name, array in trace.metadata.items()}
+    check_headers(arrays)
     check_arrays(arrays)
     write_arrays(path, arrays, compressed=True)

@@ -27,7 +27,7 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     """Prompts from a file: of a `.jsonl` the objects' `prompt` (with `split`, `temperature` if they have them), else
     one per line. Blank lines are skipped. Raises `PromptError` naming the line."""
     path = Path(path)
-    lines = read_text(path, "a file of prompts", most=MAX_PROMPTS, error=PromptError).split("\n")
+    lines = read_text(path, "a file of prompts", most=MAX_PROMPTS, error=PromptError, pipes=True).split("\n")
     parse = _from_json if path.suffix == ".jsonl" else lambda line, where: Prompt(text=line)
     prompts = [parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:

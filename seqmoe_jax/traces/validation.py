@@ -11,17 +11,23 @@ from jaxtyping import Int32, Integer
 from seqmoe_jax.errors import TraceError
 
 REQUIRED = ("ids", "probs_u8", "tok", "lens", "seq_offsets", "num_experts", "layer_index")
+MOST_KEYS = 1 << 18  # L * E: ten times what the largest published models have
 OPTIONAL = ("vocab_size", "split", "prefill_lens")
 
 
-def check_arrays(arrays: Mapping[str, Any]) -> None:
-    """`TraceError` in one line for the first thing that is wrong."""
+def check_headers(arrays: Mapping[str, Any]) -> None:
+    """`TraceError` for the first thing that is wrong with what is there, its dtypes and shapes."""
     missing = [name for name in REQUIRED if name not in arrays]
     if missing:
         raise TraceError(f"missing {', '.join(missing)}: a trace has {', '.join(REQUIRED)}")
     _check_dtypes(arrays)
     _check_shapes(arrays)
+
+
+def check_arrays(arrays: Mapping[str, Any]) -> None:
+    """`TraceError` for the first value that is wrong, where `check_headers` found nothing."""
     _check_sequences(arrays)
+    _check_layers(arrays["layer_index"], int(arrays["num_experts"]))
     _check_ids(arrays["ids"], int(arrays["num_experts"]))
     _check_tokens(arrays["tok"], int(arrays["vocab_size"]) if "vocab_size" in arrays else None)
 
@@ -35,8 +41,9 @@ def _check_dtypes(arrays: Mapping[str, Any]) -> None:
     for name in ("lens", "seq_offsets", "num_experts", "layer_index", "vocab_size", "prefill_lens"):
         if name in arrays and arrays[name].dtype.kind not in "iu":
             raise TraceError(f"{name} has dtype {arrays[name].dtype}, expected an integer type")
-    if "split" in arrays and arrays["split"].dtype.kind != "U":
-        raise TraceError(f"split has dtype {arrays['split'].dtype}, expected strings")
+    for name in ("split", "model"):
+        if name in arrays and arrays[name].dtype.kind != "U":
+            raise TraceError(f"{name} has dtype {arrays[name].dtype}, expected strings")
 
 
 def _check_shapes(arrays: Mapping[str, Any]) -> None:
@@ -56,6 +63,7 @@ def _check_shapes(arrays: Mapping[str, Any]) -> None:
         "num_experts": (),
         "vocab_size": (),
         "split": (sequences,),
+        "model": (),
         "prefill_lens": (sequences,),
     }
     for name, shape in shapes.items():
@@ -79,6 +87,13 @@ def _check_sequences(arrays: Mapping[str, Any]) -> None:
         )
     if "prefill_lens" in arrays and ((arrays["prefill_lens"] < 0) | (arrays["prefill_lens"] > lens)).any():
         raise TraceError("prefill_lens has an entry below 0 or above the length of its sequence")
+
+
+def _check_layers(index: Integer[np.ndarray, " L"], experts: int) -> None:
+    if index.min() < 0 or index.max() >= MOST_KEYS:
+        raise TraceError(f"layer_index runs from {index.min()} to {index.max()}, expected layers of a model")
+    if index.size * experts > MOST_KEYS:
+        raise TraceError(f"expected at most {MOST_KEYS} experts in all layers, got {index.size} times {experts}")
 
 
 def _check_ids(ids: Integer[np.ndarray, "T L K"], experts: int) -> None:

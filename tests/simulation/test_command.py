@@ -91,7 +91,7 @@ def test_transfer_cost_from_the_hardware(capsys):
     ("words", "error", "message"),
     [
         (["--split", "dev"], TraceError, "no split 'dev'"),
-        (["--forecasts", "none.npz"], TraceError, "no file of forecasts"),
+        (["--forecasts", "none.npz"], TraceError, "expected a file of forecasts, got no such file"),
         (["--predictor", "none-there"], PredictorError, "no predictor here"),
         (["--predictor", "auto"], PredictorError, "needs a model to look up"),
         (["--policy", "seqmoe-rollout", "--predictor", "first-order", "--horizon", "-1"], ConfigError, "horizon must"),

@@ -27,7 +27,7 @@ def test_round_trip(tmp_path, excerpt, forecasts):
 
 
 def test_faults_of_a_file(tmp_path, excerpt, forecasts):
-    with pytest.raises(TraceError, match="no file of forecasts"):
+    with pytest.raises(TraceError, match="expected a file of forecasts, got no such file"):
         read_forecasts(tmp_path / "f.npz")
     write_forecasts(tmp_path / "f.npz", forecasts)
     with pytest.raises(TraceError, match=r"f.npz: the forecasts are for another trace"):

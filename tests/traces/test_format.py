@@ -113,15 +113,15 @@ def test_faults_of_a_file(tmp_path, changes, message):
 
 
 def test_files_that_are_no_traces(tmp_path):
-    with pytest.raises(TraceError, match="no trace file"):
+    with pytest.raises(TraceError, match="expected a trace file, got no such file"):
         read_trace(tmp_path / "none.npz")
     (tmp_path / "text.npz").write_text("hello")
-    with pytest.raises(TraceError, match="not a readable npz"):
+    with pytest.raises(TraceError, match="no readable npz"):
         read_trace(tmp_path / "text.npz")
     write = tmp_path / "cut.npz"
     np.savez(write, **arrays())
     write.write_bytes(write.read_bytes()[:400])
-    with pytest.raises(TraceError, match="not a readable npz"):
+    with pytest.raises(TraceError, match="no readable npz"):
         read_trace(write)
 
 
