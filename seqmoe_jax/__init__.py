@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from seqmoe_jax.errors import (
         CheckpointError,
         ConfigError,
+        OutputError,
         PredictorError,
         ProfileError,
         PromptError,
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 _NAMES = {
     "api": ("Engine", "Generation", "generate", "load"),
     "errors": (
-        "CheckpointError", "ConfigError", "PredictorError", "ProfileError", "PromptError", "ResidencyError",
-        "SeqMoEError", "ServerError", "TraceError",
+        "CheckpointError", "ConfigError", "OutputError", "PredictorError", "ProfileError", "PromptError",
+        "ResidencyError", "SeqMoEError", "ServerError", "TraceError",
     ),
     "options": ("EngineOptions", "GenerateOptions", "SamplingConfig"),
     "stats": ("Stats",),
@@ -34,9 +35,9 @@ _NAMES = {
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
-    "CheckpointError", "ConfigError", "Engine", "EngineOptions", "GenerateOptions", "Generation", "PredictorError",
-    "ProfileError", "PromptError", "ResidencyError", "SamplingConfig", "SeqMoEError", "ServerError", "Stats",
-    "TraceError", "generate", "load",
+    "CheckpointError", "ConfigError", "Engine", "EngineOptions", "GenerateOptions", "Generation", "OutputError",
+    "PredictorError", "ProfileError", "PromptError", "ResidencyError", "SamplingConfig", "SeqMoEError", "ServerError",
+    "Stats", "TraceError", "generate", "load",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

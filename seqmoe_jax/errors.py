@@ -46,6 +46,10 @@ class PredictorError(SeqMoEError):
     """A predictor is missing, damaged, or of another model or shape than what it is used with."""
 
 
+class OutputError(SeqMoEError):
+    """A result cannot be written where it was asked for, or something else is there that was not to be replaced."""
+
+
 class ServerError(SeqMoEError):
     """The server cannot take a request now: it is full or shutting down."""
 

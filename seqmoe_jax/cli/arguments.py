@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, get_args
 
 from seqmoe_jax.options import EngineKeywords, EngineOptions, GenerateOptions, Scheduler, meanings
@@ -101,6 +102,17 @@ def generate_options(args: argparse.Namespace, **given: Any) -> GenerateOptions:
     """The options that the arguments choose. A fault in them shows here, before a model is loaded."""
     chosen = {field.name: getattr(args, field.name) for field in fields(GenerateOptions) if hasattr(args, field.name)}
     return GenerateOptions(**{**chosen, **given})
+
+
+def output(text: str) -> Path:
+    """Where a result goes. A name that ends in a slash, which a path does not keep, is one of a directory."""
+    if not text or text.endswith("/"):
+        raise argparse.ArgumentTypeError(f"must be the name of a file, got {text!r}")
+    return Path(text)
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--force", action="store_true", help="replace what is there of another kind or run")
 
 
 def add_json(parser: argparse.ArgumentParser, text: str = "machine-readable output") -> None:

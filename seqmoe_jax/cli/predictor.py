@@ -9,13 +9,15 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from seqmoe_jax.cli.arguments import add_force, add_json
 from seqmoe_jax.errors import PredictorError
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("trace", metavar="T.npz", help="expert activations, as `seqmoe trace` records them")
-    add("--out", type=Path, required=True, metavar="DIR", help="gets the predictor, its evaluation and checkpoints")
+    add("--out", type=Path, required=True, metavar="DIR", help="gets the predictor and its evaluation; the checkpoints "
+        "until then are in DIR.parts")  # fmt: skip
     add("--model", metavar="ID", help="the model that the trace is of (default: what the trace says)")
     add("--inputs", choices=["activations", "activations+token"], default="activations+token")
     add("--width", type=int, default=640, metavar="D", help="width of the Mamba2 blocks (default: 640)")
@@ -34,8 +36,9 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stop-at", type=float, metavar="SHARE", help="train on all of split `train` and end after this share of the "
         "updates, such as 0.75 (default: hold out a tenth and stop early)")  # fmt: skip
     add("--seed", type=int, default=0)
-    add("--restart", action="store_true", help="do not go on from the checkpoints in DIR")
-    add("--json", action="store_true", help="machine-readable output")
+    add("--restart", action="store_true", help="do not go on from the checkpoints of a run that was killed")
+    add_force(parser)
+    add_json(parser)
 
 
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +48,7 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="ID", help="the model that the trace is of (default: what the trace says)")
     add("--split", default="test", help="sequences to evaluate on (default: test)")
     add("--trigger", type=int, metavar="M", help="layer of the mid-step refinement (default: L/2)")
-    add("--json", action="store_true", help="machine-readable output")
+    add_json(parser)
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -78,10 +81,11 @@ def train(args: argparse.Namespace) -> int:
 
     from seqmoe_jax.forecast.evaluation.evaluate import table
     from seqmoe_jax.forecast.training.config import TrainConfig
-    from seqmoe_jax.forecast.training.pipeline import train_predictor
+    from seqmoe_jax.forecast.training.pipeline import check_output, train_predictor
     from seqmoe_jax.traces.format import read_trace
 
     _check_training(args)
+    check_output(args.out, force=args.force)
 
     @contextlib.contextmanager
     def progress(name: str) -> Iterator[Callable[[int, int], None]]:
@@ -118,6 +122,7 @@ def train(args: argparse.Namespace) -> int:
         teachers=args.teachers,
         stop_at=args.stop_at,
         restart=args.restart,
+        force=args.force,
         log=_logger(args),
         progress=progress,
     )

@@ -8,8 +8,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from seqmoe_jax.cli.arguments import add_force, add_json, output
+from seqmoe_jax.outputs.files import check_file
+from seqmoe_jax.outputs.runs import check_replaced, to_json
 
 if TYPE_CHECKING:
     from seqmoe_jax.traces.format import Trace
@@ -23,22 +26,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--active", type=int, required=True, metavar="K", help="experts that a token activates in a layer")
     add("--model", metavar="ID", help="what the file calls the model (default: stretched-LxExK)")
     add("--train-steps", type=int, metavar="N", help="keep about N steps of the split train, for a smaller file")
-    add("--out", type=Path, required=True, metavar="S.npz")
-    add("--json", action="store_true", help="machine-readable output")
+    add("--out", type=output, required=True, metavar="S.npz")
+    add_force(parser)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from seqmoe_jax.traces.format import read_trace, write_trace
+    from seqmoe_jax.traces.format import read_run, read_trace, write_trace
     from seqmoe_jax.traces.stretch import stretch
 
+    check_file(args.out)
+    check_replaced(args.out, "trace", read_run, force=args.force)
     trace = read_trace(args.trace)
+    name = args.model or f"stretched-{args.layers}x{args.experts}x{args.active}"
+    sizes = {"layers": args.layers, "experts": args.experts, "active": args.active}
+    run = {"model": name, "stretched": trace.digest, **sizes, "train_steps": args.train_steps}
+    check_replaced(args.out, "trace", read_run, run, force=args.force)
     if args.train_steps is not None and trace.split is not None:
         trace = fewer(trace, args.train_steps)
-    trace = stretch(trace, layers=args.layers, experts=args.experts, active=args.active)
-    name = args.model or f"stretched-{args.layers}x{args.experts}x{args.active}"
-    trace = dataclasses.replace(trace, metadata={**trace.metadata, "model": np.asarray(name)})
+    trace = stretch(trace, **sizes)
+    metadata = {**trace.metadata, "model": np.asarray(name), "run": np.asarray(to_json(run))}
+    trace = dataclasses.replace(trace, metadata=metadata)
     write_trace(args.out, trace)
     said = {"trace": str(args.out), "model": name, "sequences": trace.sequences, "steps": trace.steps, **trace.sizes}
     if args.json:

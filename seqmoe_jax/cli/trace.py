@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seqmoe_jax.cli.arguments import (
+    add_force,
+    add_json,
     add_load_arguments,
     add_sampling_arguments,
     generate_options,
     load_engine,
+    output,
     progress_of,
 )
 
@@ -29,12 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--prompts", required=True, metavar="FILE", help="one per line; or .jsonl of objects with 'prompt' and, "
         "if wanted, 'split' and 'temperature'")  # fmt: skip
-    add("--out", required=True, metavar="T.npz")
+    add("--out", type=output, required=True, metavar="T.npz", help="what is done so far is kept in T.npz.parts")
     add("--chat", action="store_true", help="prompts are a user's messages, to be answered by the chat template")
     add("--max-new-tokens", type=int, default=256, metavar="N", help="per prompt, at most (default: 256)")
     add("--batch", type=int, default=8, metavar="B", help="sequences decoded together, 1 to 8 (default: 8)")
     add("--name", metavar="ID", help="what the trace calls the model (default: MODEL, of a path its last part)")
-    add("--json", action="store_true", help="machine-readable output")
+    add_force(parser)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,8 +46,9 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from seqmoe_jax.traces.prompts import read_prompts
-    from seqmoe_jax.traces.record import Recording, record
+    from seqmoe_jax.traces.record import Recording, check_output, record
 
+    check_output(args.out, force=args.force)
     options, prompts = generate_options(args), read_prompts(args.prompts)
     quiet = args.json or not sys.stderr.isatty()
     engine = load_engine(args, max_batch=args.batch, progress=progress_of(args))
@@ -58,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
             bar.set_postfix_str(f"{steps} steps")
 
         model = model_name(args)
-        trace = record(engine.token_engine, prompts, encoded, recording, args.out, model=model, progress=progress)
+        trace = record(
+            engine.token_engine, prompts, encoded, recording, args.out, model=model, force=args.force, progress=progress
+        )
     decoded = int(trace.decoded().sum())
     said = {
         "trace": str(args.out),

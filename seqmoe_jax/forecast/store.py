@@ -1,7 +1,8 @@
 """Predictors on disk: safetensors parts in bfloat16, the configuration in their metadata, the evaluation beside them.
 
-Every part `predictor-N.safetensors` has as metadata `seqmoe_predictor`, the `PredictorConfig` as JSON, and `parts`,
-how many there are. Tensors are named as in the predictor's plain pytree, those of block i with `blocks.i.` before it.
+Every part `predictor-N.safetensors` has as metadata `seqmoe_predictor`, the `PredictorConfig` as JSON, `parts`, how
+many there are, and, where `seqmoe train-predictor` wrote it, `seqmoe_run`: what the predictor was made from and how.
+Tensors are named as in the predictor's plain pytree, those of block i with `blocks.i.` before it.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Integer
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save as serialize
 
 from seqmoe_jax.errors import PredictorError
 from seqmoe_jax.forecast.config import PredictorConfig, short_name
+from seqmoe_jax.outputs.files import writing
+from seqmoe_jax.outputs.runs import Run, from_json, to_json
 
 PART_BYTES = 14_000_000
 SHIPPED = Path(__file__).resolve().parent.parent / "predictors"
 EVALUATION = "evaluation.json"
+FILES = ("predictor-*.safetensors", EVALUATION)
 # The predictors that ship were written when their configuration and their tensors had these names.
 FORMER_NAMES = {"width": "d_model", "head": "head_dim", "columns": "d_state", "log_rate": "A_log", "skip": "D"}
 
@@ -33,11 +37,13 @@ def save(
     weights: Mapping[str, Any],
     table: Integer[np.ndarray, " vocabulary"] | None = None,
     *,
+    run: Run | None = None,
     part_bytes: int = PART_BYTES,
 ) -> list[Path]:
-    """Writes predictor-1.safetensors, ..., matrices in bfloat16 and vectors in float32, in place of what was there.
+    """Writes predictor-1.safetensors, ..., matrices in bfloat16 and vectors in float32, into a new or empty directory.
 
-    `table` is the embedding row of every token id.
+    `table` is the embedding row of every token id; `run` is what the predictor was made from and how. Raises
+    `OutputError`.
     """
     flat = {name: np.asarray(value) for name, value in weights.items() if name != "blocks"}
     for index, block in enumerate(weights["blocks"]):
@@ -51,12 +57,33 @@ def save(
             parts.append({})
         parts[-1][name] = np.ascontiguousarray(value)
     directory.mkdir(parents=True, exist_ok=True)
-    for former in directory.glob("predictor-*.safetensors"):
-        former.unlink()
     paths = [directory / f"predictor-{index}.safetensors" for index in range(1, len(parts) + 1)]
+    metadata = {"seqmoe_predictor": config.to_json(), "parts": str(len(parts))}
+    if run is not None:
+        metadata["seqmoe_run"] = to_json(run)
     for path, part in zip(paths, parts, strict=True):
-        save_file(part, path, metadata={"seqmoe_predictor": config.to_json(), "parts": str(len(parts))})
+        with writing(path) as file:
+            file.write(_serialized(part, metadata))
     return paths
+
+
+def _serialized(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
+    """A file's bytes, the same for the same contents: safetensors itself writes metadata in any order."""
+    plain = serialize(tensors)
+    size = int.from_bytes(plain[:8], "little")
+    header = json.dumps({"__metadata__": metadata} | json.loads(plain[8 : 8 + size])).encode()
+    header = header.ljust(-(-len(header) // 8) * 8)
+    return len(header).to_bytes(8, "little") + header + plain[8 + size :]
+
+
+def read_run(directory: Path) -> Run | None:
+    """The run that a predictor was made by: empty where it does not say, None where the directory has none."""
+    try:
+        metadata, _ = _read(_parts(directory)[0], tensors=False)
+        _config(directory, metadata)
+    except PredictorError:
+        return None
+    return from_json(metadata.get("seqmoe_run", "{}"))
 
 
 def load(directory: Path, *, dtype: Any = np.float32) -> tuple[PredictorConfig, dict[str, Any]]:

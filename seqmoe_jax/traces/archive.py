@@ -6,18 +6,20 @@ unpacked: that each array is as large as its shape, and all together not out of 
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import zipfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from seqmoe_jax.errors import TraceError
 from seqmoe_jax.inputs import check_file
+from seqmoe_jax.outputs.files import writing
 
+TEXT_BYTES = 1 << 20  # of a string that `read_text` reads, at most
 MAX_RATIO = 64  # unpacked to packed bytes; routing shrinks to a half, and nothing that we write to less than a tenth
 ALWAYS = 64 << 20  # bytes that any file may unpack to
 MAX_ARRAYS = 1000
@@ -88,9 +90,26 @@ def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray
         return array
 
 
+def names_in(path: str | os.PathLike[str]) -> set[str]:
+    """Of the arrays of a file, without reading one; none where it is no npz file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return {name.removesuffix(".npy") for name in archive.namelist()}
+    except Exception:  # as in `read_arrays`
+        return set()
+
+
+def read_text(path: str | os.PathLike[str], name: str) -> str | None:
+    """One short string of a file, without reading the rest; None where it has none of this name."""
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open(f"{name}.npy") as member:
+            array = np.lib.format.read_array(io.BytesIO(member.read(TEXT_BYTES)), allow_pickle=False)
+    except Exception:
+        return None
+    return str(array) if array.dtype.kind == "U" and array.ndim == 0 else None
+
+
 def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Any], *, compressed: bool) -> None:
-    """The file appears whole or not at all."""
-    partial = Path(f"{os.fspath(path)}.partial")
-    with partial.open("wb") as file:
+    """The file appears whole or not at all. Raises `OutputError`."""
+    with writing(path) as file:
         (np.savez_compressed if compressed else np.savez)(file, **arrays)
-    os.replace(partial, path)

@@ -18,12 +18,15 @@ A trace is a flat array of T steps; `seq_offsets` cuts it into N sequences. Fiel
 A prompt's tokens are steps like those decoded: the predictor reads both. What counts hits or recall counts decoded
 steps alone.
 
-Every other array is metadata. It is kept; one with N rows is taken to be per sequence.
+Every other array is metadata. It is kept; one with N rows is taken to be per sequence. `run`, which the commands write,
+is what a trace was made from and how, as JSON.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +36,8 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32, Integer, UInt8
 
 from seqmoe_jax.errors import TraceError
-from seqmoe_jax.traces.archive import read_arrays, write_arrays
+from seqmoe_jax.outputs.runs import Run, from_json
+from seqmoe_jax.traces.archive import names_in, read_arrays, read_text, write_arrays
 from seqmoe_jax.traces.validation import OPTIONAL, REQUIRED, check_arrays, check_headers
 
 
@@ -82,6 +86,14 @@ class Trace:
     def model(self) -> str | None:
         """Which model it is of, where its metadata says."""
         return str(self.metadata["model"]) if "model" in self.metadata else None
+
+    @property
+    def digest(self) -> str:
+        """Tells its steps from all others."""
+        said = hashlib.sha256(json.dumps([self.sizes, self.vocab_size]).encode())
+        for part in (self.ids, self.probs_u8, self.tok, self.lens, self.prefill_lens, self.split):
+            said.update(b"" if part is None else np.ascontiguousarray(part).data.cast("B"))
+        return said.hexdigest()[:16]
 
     def first_steps(self) -> Bool[np.ndarray, " T"]:
         """True at the first step of every sequence."""
@@ -206,8 +218,16 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     return Trace(**fields, metadata=arrays)
 
 
+def read_run(path: str | os.PathLike[str]) -> Run | None:
+    """The run that a trace was made by: empty where it does not say, None where the file is no trace."""
+    if not names_in(path) >= set(REQUIRED):
+        return None
+    said = read_text(path, "run")
+    return {} if said is None else from_json(said)
+
+
 def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
-    """Validates and writes; the file appears whole or not at all."""
+    """Validates and writes; the file appears whole or not at all. Raises `TraceError` or `OutputError`."""
     taken = set(trace.metadata) & {*REQUIRED, *OPTIONAL}
     if taken:
         raise TraceError(f"metadata may not use the names of fields: {', '.join(sorted(taken))}")

@@ -11,18 +11,20 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float32, Integer, UInt8
 
 from seqmoe_jax.errors import PromptError
 from seqmoe_jax.options import SamplingConfig
-from seqmoe_jax.traces.format import Trace, join, read_trace, write_trace
+from seqmoe_jax.outputs.files import check_file
+from seqmoe_jax.outputs.parts import check_parts, parts_of
+from seqmoe_jax.outputs.runs import Run, check_replaced, is_of, to_json
+from seqmoe_jax.traces.format import Trace, join, read_run, read_trace, write_trace
 from seqmoe_jax.traces.prompts import Prompt
 
 if TYPE_CHECKING:  # the engine is handed in: traces are below it
@@ -58,47 +60,53 @@ def record(
     out: str | os.PathLike[str],
     *,
     model: str,
+    force: bool = False,
     progress: Callable[[int, int], None] = lambda done, steps: None,
 ) -> Trace:
     """Records the prompts and writes the trace to `out`; goes on from what an earlier run of the same left beside it.
 
     `encoded` holds the prompts' tokens; `model` is the name that the trace carries. A prompt whose continuation ends
-    at its first token has no decode step and is left out. Raises `PromptError` where a prompt is too long, or where
-    nothing is left.
+    at its first token has no decode step and is left out. A trace of the same run that is there already is returned;
+    anything else is replaced with `force` alone. Raises `PromptError` where a prompt is too long, or where nothing is
+    left, and `OutputError`.
     """
     out = Path(out)
-    if not out.parent.is_dir():
-        raise PromptError(f"{out}: no directory {out.parent} to write the trace to")
     for index, tokens in enumerate(encoded):  # before hours of work, not after
         if len(tokens) + config.max_new_tokens > engine.context:
             raise PromptError(
                 f"prompt {index} has {len(tokens)} tokens and {config.max_new_tokens} new ones were asked for, but the "
                 f"context is {engine.context}; shorten it, ask for fewer, or load with a longer context"
             )
-    beside = out.with_name(out.name + ".parts")
-    parts = beside / _digest(engine, prompts, encoded, config, model)
-    parts.mkdir(parents=True, exist_ok=True)
-    steps = 0
-    for first in range(0, len(prompts), GROUP):
-        group = slice(first, min(first + GROUP, len(prompts)))
-        path = parts / f"{first:06d}.npz"
-        if path.exists():
-            steps += int(read_trace(path).decoded().sum())
-        else:
-            trace = _group(engine, prompts[group], encoded[group], first, config, model)
-            if trace is not None:
-                write_trace(path, trace)
-                steps += int(trace.decoded().sum())
-        progress(group.stop, steps)
-    files = sorted(parts.glob("*.npz"))
-    if not files:
-        raise PromptError("every continuation ended at its first token: there is no decode step to record")
-    trace = join([read_trace(path) for path in files])
-    write_trace(out, trace)
-    shutil.rmtree(parts)
-    if not any(beside.iterdir()):
-        beside.rmdir()
+    run = _run(engine, prompts, encoded, config, model)
+    check_output(out, run, needed=_least_bytes(engine, encoded), force=force)
+    with parts_of(out, run, force=force) as parts:
+        if is_of(read_run(out), run):
+            return read_trace(out)
+        steps = 0
+        for first in range(0, len(prompts), GROUP):
+            group = slice(first, min(first + GROUP, len(prompts)))
+            path = parts / f"{first:06d}.npz"
+            if path.exists():
+                steps += int(read_trace(path).decoded().sum())
+            else:
+                trace = _group(engine, prompts[group], encoded[group], first, config, run)
+                if trace is not None:
+                    write_trace(path, trace)
+                    steps += int(trace.decoded().sum())
+            progress(group.stop, steps)
+        files = sorted(parts.glob("*.npz"))
+        if not files:
+            raise PromptError("every continuation ended at its first token: there is no decode step to record")
+        trace = join([read_trace(path) for path in files])
+        write_trace(out, trace)
     return trace
+
+
+def check_output(out: Path, run: Run | None = None, *, needed: int = 0, force: bool) -> None:
+    """Raises `OutputError` where no trace can be recorded to, of a known `run` or, while that is not known, of any."""
+    check_file(out, needed=needed)
+    check_parts(out)
+    check_replaced(out, "trace", read_run, run, force=force)
 
 
 def _group(
@@ -107,7 +115,7 @@ def _group(
     encoded: Sequence[list[int]],
     first: int,
     config: Recording,
-    model: str,
+    run: Run,
 ) -> Trace | None:
     """The trace of some prompts, of which `first` is the index of the first; None where none has a decode step."""
     new: list[list[int]] = [[] for _ in prompts]
@@ -146,7 +154,8 @@ def _group(
         split=None if None in splits else np.array(splits),
         prefill_lens=np.array([len(encoded[i]) for i in kept], np.int64),
         metadata={
-            "model": np.array(model),
+            "model": np.array(run["model"]),
+            "run": np.array(to_json(run)),
             "prompt_index": np.array([first + i for i in kept]),
             "temperature": np.array([temperature_of(prompts[i], config) for i in kept], np.float32),
         },
@@ -186,19 +195,30 @@ def stored_routing(
     return np.take_along_axis(ids, order, axis=2).astype(small), np.round(255 * share).astype(np.uint8)
 
 
-def _digest(
+def _least_bytes(engine: TokenEngine, encoded: Sequence[list[int]]) -> int:
+    """The least room for the parts and the trace made of them: that of the prompts' steps, were they not compressed.
+
+    Compression about halves it, but then it is there twice; what is generated comes on top.
+    """
+    moe = engine.model.spec.moe
+    per_step = len(engine.model.spec.moe_layers) * moe.top_k * (2 if moe.num_experts <= 256 else 3)
+    return per_step * sum(map(len, encoded))
+
+
+def _run(
     engine: TokenEngine, prompts: Sequence[Prompt], encoded: Sequence[list[int]], config: Recording, model: str
-) -> str:
-    """Names a run by all that its trace depends on."""
-    said: dict[str, Any] = {
+) -> Run:
+    """All that a trace depends on."""
+    # Weights of another training are another model, whatever its directory is called.
+    norm = hashlib.sha256(np.asarray(engine.model.weights.norm).tobytes())
+    norm.update(repr(engine.model.spec).encode())
+    said = [[ids, prompt.split, prompt.temperature] for ids, prompt in zip(encoded, prompts, strict=True)]
+    return {
         "model": model,
-        "spec": repr(engine.model.spec),
-        # Weights of another training are another model, whatever its directory is called.
-        "norm": hashlib.sha256(np.asarray(engine.model.weights.norm).tobytes()).hexdigest(),
+        "weights": norm.hexdigest(),
         "dtype": str(engine.dtype),
         "batch": engine.max_batch,
-        "prompts": [[ids, prompt.split, prompt.temperature] for ids, prompt in zip(encoded, prompts, strict=True)],
-        "recording": dataclasses.asdict(config),
+        "prompts": hashlib.sha256(json.dumps(said).encode()).hexdigest(),
+        **dataclasses.asdict(config),
         "group": GROUP,
     }
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]

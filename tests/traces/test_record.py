@@ -11,7 +11,7 @@ import pytest
 from seqmoe_jax.cli.main import main
 from seqmoe_jax.cli.trace import encode
 from seqmoe_jax.decode import layer
-from seqmoe_jax.errors import PromptError
+from seqmoe_jax.errors import OutputError, PromptError
 from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.testing import tiny_engine
 from seqmoe_jax.traces import record as recording
@@ -132,8 +132,28 @@ def test_what_is_left_of_another_recording_is_not_taken(engine, tmp_path, monkey
     other = Recording(max_new_tokens=NEW, sampling=SamplingConfig(seed=7))
     generated = []
     monkeypatch.setattr(recording, "_group", lambda *args, group=recording._group: generated.append(1) or group(*args))
-    record(engine, PROMPTS, other, out, model="tiny")
+    with pytest.raises(OutputError, match=r"parts has parts of another run \(seed 0 there, 7 here\): --force begins"):
+        record(engine, PROMPTS, other, out, model="tiny")
+    assert not generated
+    record(engine, PROMPTS, other, out, model="tiny", force=True)
     assert len(generated) == 3
+
+
+def test_a_trace_that_is_there_is_not_recorded_again_and_one_of_another_run_stays(engine, trace, tmp_path, monkeypatch):
+    out = tmp_path / "T.npz"
+    record(engine, PROMPTS, CONFIG, out, model="tiny")
+    first = out.read_bytes()
+    monkeypatch.setattr(recording, "_group", None)
+    assert np.array_equal(record(engine, PROMPTS, CONFIG, out, model="tiny").ids, trace.ids)
+    other = Recording(max_new_tokens=NEW, sampling=SamplingConfig(temperature=0.5))
+    with pytest.raises(OutputError, match=r"a trace of another run \(temperature 0.0 there, 0.5 here\): --force repl"):
+        record(engine, PROMPTS, other, out, model="tiny")
+    with pytest.raises(OutputError, match="different prompts"):
+        record(engine, PROMPTS[:1], CONFIG, out, model="tiny")
+    assert out.read_bytes() == first
+    monkeypatch.undo()
+    assert record(engine, PROMPTS[:1], CONFIG, out, model="tiny", force=True).sequences == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["T.npz"]
 
 
 def test_a_continuation_without_a_decode_step_is_left_out(engine, tmp_path):
@@ -192,7 +212,7 @@ def test_faults_that_are_said_before_anything_is_generated(engine, tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(PromptError, match="UTF-8"):
         read_prompts(tmp_path / "latin.txt")
-    with pytest.raises(PromptError, match="no directory"):
+    with pytest.raises(OutputError, match="no directory"):
         record(engine, PROMPTS, CONFIG, tmp_path / "no" / "T.npz", model="tiny")
     with pytest.raises(PromptError, match="prompt 0 has 508 tokens and 5 new ones"):
         record(engine, [Prompt(text="x" * 508)], CONFIG, tmp_path / "T.npz", model="tiny")
@@ -213,6 +233,9 @@ def test_the_command(engine, tmp_path, capsys, monkeypatch):
     assert read_trace(tmp_path / "T.npz").model == "owner/tiny"
     assert main([*words, *more]) == 0
     assert "2 sequences of owner/tiny, 8 decode steps after 4 of prompts" in capsys.readouterr().out
+    assert main([*words, *more, "--seed", "3"]) == 2
+    assert "T.npz has a trace of another run (seed 0 there, 3 here): --force replaces it" in capsys.readouterr().err
+    assert main([*words, *more, "--seed", "3", "--force"]) == 0
     (tmp_path / "p.txt").write_text("\n")
     assert main([*words, *more]) == 2
     assert "has no prompts" in capsys.readouterr().err

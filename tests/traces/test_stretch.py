@@ -66,7 +66,11 @@ def test_the_command_writes_the_stretched_trace(trace, stretched, tmp_path, caps
     assert (said["model"], said["layers"], said["steps"]) == ("stretched-48x128x8", 48, trace.steps)
     np.testing.assert_array_equal(read_trace(out).ids, stretched.ids)
     train = int(trace.lens[trace.split == "train"].sum())
-    assert main([*words, "--train-steps", str(train // 2), "--model", "mine"]) == 0
+    assert main([*words, "--json"]) == 0, "the same again"
+    fewer = [*words, "--train-steps", str(train // 2), "--model", "mine"]
+    assert main(fewer) == 2
+    assert "has a trace of another run" in capsys.readouterr().err
+    assert main([*fewer, "--force"]) == 0
     fewer = read_trace(out)
     assert fewer.model == "mine"
     assert 0 < fewer.lens[fewer.split == "train"].sum() < train

@@ -1,9 +1,7 @@
-"""Training checkpoints (orbax): all that a killed run needs to go on, and a description of the run."""
+"""Training checkpoints (orbax): all that a killed run needs to go on."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,44 +9,38 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from seqmoe_jax.errors import PredictorError
-from seqmoe_jax.forecast.config import PredictorConfig
+from seqmoe_jax.errors import OutputError
 from seqmoe_jax.forecast.training.update import TrainState
+
+KEPT = 2
 
 
 class Checkpoints:
-    """The two latest checkpoints of one run in a directory.
+    """The two latest checkpoints of one run in a directory."""
 
-    Beside them lie `predictor.json`, the predictor's configuration, and `run.json`, what else the run depends on.
-    Raises `PredictorError` where the directory holds checkpoints of another predictor or run.
-    """
-
-    def __init__(self, directory: Path, config: PredictorConfig, run: Mapping[str, Any]):
-        directory = directory.resolve()
-        directory.mkdir(parents=True, exist_ok=True)
-        advice = "choose an empty directory, or start anew with --restart"
-        predictor, about = directory / "predictor.json", directory / "run.json"
-        if predictor.exists() and predictor.read_text() != config.to_json():
-            raise PredictorError(f"{directory} holds checkpoints of another predictor; {advice}")
-        before = json.loads(about.read_text()) if about.exists() else dict(run)
-        other = [name for name, value in run.items() if before.get(name) != value]
-        if other:
-            raise PredictorError(f"{directory} holds checkpoints of a run with another {other[0]}; {advice}")
-        predictor.write_text(config.to_json())
-        about.write_text(json.dumps(dict(run)))
-        self._manager = ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(max_to_keep=2))
+    def __init__(self, directory: Path):
+        self._directory = directory.resolve()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT)
+        self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     def save(
         self, state: TrainState, best: float, best_update: int, best_params: Any, history: list[dict[str, float]]
     ) -> None:
+        """Raises `OutputError`: those written before stay."""
         story = {"best": best, "best_update": best_update, "history": history}
-        self._manager.save(
-            int(state.update),
-            args=ocp.args.Composite(
-                arrays=ocp.args.StandardSave(_arrays(state, best_params)), story=ocp.args.JsonSave(story)
-            ),
-        )
-        self._manager.wait_until_finished()
+        arrays = ocp.args.StandardSave(_arrays(state, best_params))
+        try:
+            self._manager.save(
+                int(state.update), args=ocp.args.Composite(arrays=arrays, story=ocp.args.JsonSave(story))
+            )
+            self._manager.wait_until_finished()
+        except Exception as error:  # a full disk has several types and long messages here
+            reason = " ".join(str(error).split())[-200:]
+            raise OutputError(
+                f"{self._directory}: no checkpoint could be written ({reason}); those before it are there: make room "
+                "and run it again"
+            ) from error
 
     def restore(self, like: TrainState) -> tuple[TrainState, float, int, Any, list[dict[str, float]]] | None:
         """The latest checkpoint in the shapes of `like`, or None where there is none."""
@@ -69,3 +61,9 @@ class Checkpoints:
 def _arrays(state: TrainState, best_params: Any) -> dict[str, Any]:
     """The leaves by number: NNX states and tuples of the optimiser differ between versions, their leaves do not."""
     return {f"{index:04d}": leaf for index, leaf in enumerate(jax.tree.leaves((state, best_params)))}
+
+
+def checkpoint_bytes(state: Any) -> int:
+    """Of a checkpoint of such a state: it has the parameters of the best validation beside it."""
+    arrays = _arrays(state, state.average)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in arrays.values())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +38,6 @@ def fit(
     teachers: Any = None,
     stop: int | None = None,
     checkpoints: Path | None = None,
-    run: Mapping[str, Any] | None = None,
     log: Callable[[str], None] = lambda line: None,
     progress: Callable[[int, int], None] = lambda done, updates: None,
 ) -> TrainResult:
@@ -48,9 +46,9 @@ def fit(
     Without `validation` the last average is kept. `weights` are those to begin with (default: random ones); `teachers`
     are parameters stacked along a new first axis, whose mean forecasts are learned too. `stop` ends the run after so
     many updates, on the schedule of `training.updates`.
-    With `checkpoints` a directory, the run goes on from the latest checkpoint there, which must be of the same
-    predictor, configuration, seed and `run` (what the caller knows of the data). `progress` gets the updates done and
-    all updates. Raises `PredictorError` where the loss is not a number.
+    With `checkpoints` a directory, the run goes on from the latest checkpoint there, which the caller knows to be of
+    the same predictor, configuration, seed and data. `progress` gets the updates done and all updates. Raises
+    `PredictorError` where the loss is not a number, and `OutputError` where a checkpoint cannot be written.
     """
     updates = training.updates if stop is None else min(stop, training.updates)
     begun = time.perf_counter()
@@ -63,7 +61,7 @@ def fit(
     if checkpoints is not None:
         from seqmoe_jax.forecast.training.checkpoints import Checkpoints  # orbax takes a second to import
 
-        saved = Checkpoints(checkpoints, config, dataclasses.asdict(training) | {"seed": seed} | dict(run or {}))
+        saved = Checkpoints(checkpoints)
         restored = saved.restore(state)
         if restored is not None:
             state, best, best_update, best_params, history = restored
