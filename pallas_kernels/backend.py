@@ -12,15 +12,19 @@ from pallas_kernels.layout import ExpertLayout
 Implementation = Literal["xla", "gpu", "tpu"]
 
 
+def compute_capability() -> float:
+    """Of this process's GPU, 9.0 for an H100; 0 where there is none, or none that says."""
+    if jax.default_backend() != "gpu":
+        return 0.0
+    return float(getattr(jax.devices()[0], "compute_capability", None) or 0)
+
+
 def default_implementation() -> Implementation:
     """`gpu` on NVIDIA GPUs of compute capability 8.0 or newer, else `xla`, the reference.
 
     TPU kernels are lowered and interpreted in the tests but were never timed on a TPU: they run only when named.
     """
-    if jax.default_backend() != "gpu":
-        return "xla"
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    return "gpu" if capability is not None and float(capability) >= 8.0 else "xla"
+    return "gpu" if compute_capability() >= 8.0 else "xla"
 
 
 def _addressable(rows: int, row_elems: int, itemsize: int) -> bool:

@@ -137,8 +137,8 @@ class TokenEngine:
             ahead=1 if self.transfers is None else self.transfers.ahead,
         )
         self._reader = PromptReader(
-            model, self.config, self.programs, policy=self.policy, predictor=self.predictor, replay=replay,
-            device=self.device,
+            model, self.config, self.programs, policy=self.policy, pass_chunks=self.plan.pass_chunks,
+            predictor=self.predictor, replay=replay, device=self.device,
         )  # fmt: skip
         self._lock = threading.Lock()
         self.last_stats = Stats()

@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
-
+from pallas_kernels.backend import compute_capability
 from pallas_kernels.layout import FP4, FP4_BLOCK, FP8, FP8_BLOCK, ExpertLayout
 
 Fp8Mode = Literal["convert", "bits"]
@@ -62,10 +61,7 @@ def chunk(size: int, *, most: int, least: int = 128) -> int:
 
 def fp8_mode() -> Fp8Mode:
     """The hardware conversion unless this process's GPU is known to lack it."""
-    if jax.default_backend() != "gpu":
-        return "convert"
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    return "bits" if capability is not None and float(capability) < 8.9 else "convert"
+    return "bits" if 0 < compute_capability() < 8.9 else "convert"
 
 
 def default_config(layout: ExpertLayout, per_token: int) -> FusedMoEConfig:

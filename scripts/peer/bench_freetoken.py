@@ -7,6 +7,9 @@ Needs Python 3.12 with torch 2.11 (CUDA), triton 3.6, transformers 5.5 or newer,
 seqmoe_jax and no network. The peer itself is four wheels, installed with `pip install --no-deps`:
 freetoken==0.1.2, flashlib==0.3.0, apache-tvm-ffi==0.1.13.post3, pyzmq==27.3.0 (5.7 MB, for cp312 on x86_64).
 
+With `--prompts 4000 16000` also the time to the first token of prompts so long: that of LEAD tokens, less all but the
+first of them at the peer's own speed.
+
 Weights are random bfloat16, every expert in pinned host memory, as its own loader has them. Each residency is a process
 that loads once. A run is timed twice, over `steps + LEAD` new tokens and over LEAD, and the difference is of `steps`
 decode steps alone, those that `seqmoe bench --steps ... --repeats ...` replays in its run of the same number.
@@ -58,8 +61,11 @@ def write_checkpoint(directory: Path, config: dict[str, Any]) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def load_peer(directory: Path, slots: int, replay: np.ndarray) -> tuple[Any, Any]:
-    """The engine with `slots` slots and forced routing, and the device counter of the row to replay next."""
+def load_peer(directory: Path, slots: int, replay: np.ndarray, longest: int) -> tuple[Any, Any]:
+    """The engine with `slots` slots and forced routing, and the device counter of the row to replay next.
+
+    longest: positions that a sequence may have.
+    """
     import freetoken.layers.moe as layers
     import freetoken.models.weight as weights
     import torch
@@ -96,7 +102,7 @@ def load_peer(directory: Path, slots: int, replay: np.ndarray) -> tuple[Any, Any
     layers.OffloadMoELayer.decode_forward = decode_forward
     llm = LLM(
         str(directory), use_dummy_weight=True, moe_backend="offload", moe_cache_size=slots, moe_collect_stats=True,
-        max_running_req=1, cuda_graph_bs=[1], num_page_override=16384, max_seq_len_override=4096,
+        max_running_req=1, cuda_graph_bs=[1], num_page_override=max(16384, longest), max_seq_len_override=longest,
         attention_backend="triton", cache_type="naive",
     )  # fmt: skip
     return llm, state["row"]
@@ -111,15 +117,16 @@ def measure(
 
     begun = time.perf_counter()
     slots = int(residency * replay.shape[1] * experts)
-    llm, row = load_peer(directory, slots, replay)
+    longest = max([4096, *(length + 2 * args.steps for length in args.prompts)])
+    llm, row = load_peer(directory, slots, replay, longest)
     cache, loaded = llm.engine.moe_offload_cache, time.perf_counter() - begun
 
-    def run(new: int, first_row: int) -> float:
+    def run(new: int, first_row: int, prompt: int = PROMPT) -> float:
         row.fill_(first_row)
         cache.reset_stats()
         torch.cuda.synchronize()
         started = time.perf_counter()
-        llm.generate([list(range(2, 2 + PROMPT))], SamplingParams(max_tokens=new, ignore_eos=True))
+        llm.generate([[2 + i % 4000 for i in range(prompt)]], SamplingParams(max_tokens=new, ignore_eos=True))
         torch.cuda.synchronize()
         return time.perf_counter() - started
 
@@ -131,6 +138,11 @@ def measure(
         short.append(run(LEAD, first_row))
         speeds.append(args.steps / (run(args.steps + LEAD, first_row) - short[-1]))
         misses.append(cache.decode_miss_stats())
+    prompts = []
+    for prompt in args.prompts:
+        run(LEAD, 0, prompt)
+        times = [run(LEAD, 0, prompt) - (LEAD - 1) / statistics.median(speeds) for _ in range(args.repeats)]
+        prompts.append({"tokens": prompt, "ttft_s": statistics.median(times), "spread": [min(times), max(times)]})
     return {
         "residency": slots / (replay.shape[1] * experts),
         "slots": slots,
@@ -139,6 +151,7 @@ def measure(
         "miss_rate": statistics.median(stats["miss_rate"] for stats in misses),
         "loaded_per_step": replay.shape[1] * statistics.median(stats["missing_per_layer"] for stats in misses),
         "prompt_and_first_tokens_s": statistics.median(short),
+        "prompts": prompts,
         "load_s": round(loaded, 1),
         "seconds": round(time.perf_counter() - begun, 1),
     }
@@ -153,6 +166,7 @@ def main() -> int:
     add("--residency", type=float, nargs="+", default=[1.0, 0.45, 0.25])
     add("--steps", type=int, default=256)
     add("--repeats", type=int, default=3)
+    add("--prompts", type=int, nargs="*", default=[], metavar="TOKENS", help="also time the first token of these")
     add("--limit", type=float, default=120.0, metavar="S", help="seconds for one residency (default: 120)")
     add("--out", type=Path, metavar="FILE.json", help="written after every row")
     add("--one", type=Path, help=argparse.SUPPRESS)  # the directory in which a child measures one residency
@@ -167,12 +181,15 @@ def main() -> int:
     replay = replayed_rows(args.replay, args.split, args.steps * (args.repeats + 1))
     if replay.shape[1:] != shape or int(replay.max()) >= config["num_experts"]:
         raise SystemExit(f"bench_freetoken: the trace has (layers, active) {replay.shape[1:]}, the config {shape}")
+    # Positions beyond those that the preset names; it rotates by angles, not by a table.
+    config |= {"max_position_embeddings": max([config["max_position_embeddings"], *(n + 4096 for n in args.prompts)])}
     result: dict[str, Any] = {"peer": "freetoken 0.1.2", "config": args.config.name, "steps": args.steps, "rows": []}
     with tempfile.TemporaryDirectory(prefix="freetoken-") as temporary:
         directory = Path(temporary)
         write_checkpoint(directory, config)
         np.save(directory / "replay.npy", replay)
         given = ["--replay", args.replay, "--config", args.config, "--steps", args.steps, "--repeats", args.repeats]
+        given += ["--prompts", *args.prompts]
         for residency in args.residency:
             words = [sys.executable, __file__, *given, "--one", directory, "--residency", residency]
             written = directory / "row.json"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -15,7 +15,7 @@ from seqmoe_jax.decode.state import empty_sequences
 from seqmoe_jax.errors import ConfigError, ResidencyError
 from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.options import MAX_BATCH, Residency
-from seqmoe_jax.prefill.experts import rows_per_block
+from seqmoe_jax.prefill.experts import ROWS_PER_BLOCK
 from seqmoe_jax.prefill.lengths import PASS_CHUNKS, chunk_length, kv_capacity
 
 DEFAULT_CONTEXT = 4096  # memory is planned for the whole context: a longer one has to be asked for
@@ -33,6 +33,7 @@ class MemoryPlan:
     kv: int  # what the mixers keep of the sequences' past
     workspace: int
     forecast: int = 0  # the predictor's weights
+    pass_chunks: int = PASS_CHUNKS[-1]  # of prompts that pass a layer together: more need more workspace
 
     @property
     def total(self) -> int:
@@ -72,11 +73,11 @@ def state_bytes(spec: ModelSpec, batch: int, context: int, activations: np.dtype
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(init).states))
 
 
-def workspace_bytes(spec: ModelSpec, batch: int, context: int) -> int:
+def workspace_bytes(spec: ModelSpec, batch: int, context: int, pass_chunks: int = PASS_CHUNKS[-1]) -> int:
     """An upper estimate of temporaries: those of a pass of prefill with the widest of its parts, or the logits."""
     moe, chunk = spec.moe, chunk_length(batch)
-    tokens = batch * min(PASS_CHUNKS * chunk, -(-context // chunk) * chunk)
-    rows = rows_per_block(tokens)
+    tokens = batch * chunk * min(pass_chunks, 1 << (-(-context // chunk) - 1).bit_length())
+    rows = ROWS_PER_BLOCK
     blocks = -(-tokens * moe.top_k // rows) + min(moe.num_experts, tokens * moe.top_k)
     # Expert outputs and hidden activations of the experts, in float32, and a chunk's sums over them.
     grouped = blocks * rows * 4 * (spec.hidden + moe.width) + 8 * batch * chunk * spec.hidden
@@ -85,6 +86,15 @@ def workspace_bytes(spec: ModelSpec, batch: int, context: int) -> int:
     streams = math.prod(spec.token_shape) * (4 * tokens + 8 * batch * chunk) + 4 * tokens * spec.hidden
     routing = 8 * spec.num_keys // moe.num_experts * tokens * moe.top_k
     return max(grouped, mixing, 8 * batch * spec.vocab) + streams + routing + (64 << 20)
+
+
+def _with_long_passes(plan: MemoryPlan, spec: ModelSpec, batch: int, context: int, *, limit: int | None) -> MemoryPlan:
+    """The plan with the longest passes for which there is room within `limit`: an expert moves once for each pass."""
+    for chunks in PASS_CHUNKS:
+        longer = replace(plan, workspace=workspace_bytes(spec, batch, context, chunks), pass_chunks=chunks)
+        if longer.workspace <= plan.workspace or (limit is not None and longer.total <= limit):
+            return longer
+    return plan
 
 
 def plan_memory(
@@ -144,6 +154,7 @@ def plan_memory(
         # The rows that make an array addressable do not fit: stay below the size that needs them.
         slots = rows = min(slots, 2**31 // block)
     plan = MemoryPlan(slots=slots, residency=slots / spec.num_keys, slot_cache=rows * block, **fixed)
+    plan = _with_long_passes(plan, spec, batch, context, limit=budget if budget is not None else available)
     if available is not None and plan.total > available:
         raise ResidencyError(
             f"residency {plan.residency:.3f} needs {plan.describe()} but {available / 1e9:.2f} GB are available; "

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from pallas_kernels.arithmetic import einsum
+from pallas_kernels.backend import Implementation
 from seqmoe_jax.models.mixers import State
 from seqmoe_jax.models.mlp import DenseSpec, DenseWeights
 from seqmoe_jax.models.residual import Mixing
@@ -29,10 +30,12 @@ def mix(
     valid: Bool[Array, "B T"],
     weights: LayerWeights,
     layer: LayerSpec,
+    implementation: Implementation = "xla",
 ) -> tuple[Float[Array, "B T *S H"], State]:
     """The first half of a layer: every position takes in what its sequence's past holds for it."""
     entered, mixing = layer.residual.enter(x, weights.mixer_residual)
-    mixed, state = layer.mixer.apply(layer.norm(entered, weights.input_norm), state, positions, valid, weights.mixer)
+    normed = layer.norm(entered, weights.input_norm)
+    mixed, state = layer.mixer.apply(normed, state, positions, valid, weights.mixer, implementation)
     return layer.residual.leave(x, mixed, mixing), state
 
 

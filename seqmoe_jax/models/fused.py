@@ -72,6 +72,8 @@ def unfit(spec: ModelSpec, kernels: DecodeKernels) -> list[str]:
                 reasons.append(f"{type(layer.mixer).__name__} mixers: no kernel")
             elif reason := unfit_heads(heads_of(layer.mixer)):
                 reasons.append(f"attention: {reason}")
+            if reason := layer.mixer.unfit_chunks():
+                reasons.append(f"attention of prompts: {reason}")
         if kernels.router == "gpu" and isinstance(layer.mlp, MoESpec) and not _routable(layer.mlp.router):
             reasons.append("the router: no kernel for this kind")
     return list(dict.fromkeys(reasons))

@@ -29,9 +29,9 @@ class ExpertCounts(NamedTuple):
     tokens_per_expert: Int32[Array, "L E"]
 
 
-def rows_per_block(tokens: int) -> int:
-    """Rows of a block of tokens that share an expert: enough to feed matrix units, few enough to waste little."""
-    return 64 if tokens >= 512 else 16
+# Rows of a block of tokens that share an expert: enough to feed matrix units, few enough to waste little. The same for
+# all prompts, since a product of other rows may round otherwise: a token must not depend on how a prompt is cut.
+ROWS_PER_BLOCK = 64
 
 
 def count_tokens(ids: Int[Array, "T K"], experts: int) -> Int32[Array, " E"]:
@@ -52,7 +52,7 @@ def moe_prefill(
     Returns the experts' outputs in blocks of rows, the row of every route in them (flat; -1 for padding), the cache,
     and the counts of distinct experts (routed, hits, misses).
     """
-    block_expert, block_rows, place = assign_blocks(ids, num_experts=config.experts, rows=rows_per_block(x.shape[0]))
+    block_expert, block_rows, place = assign_blocks(ids, num_experts=config.experts, rows=ROWS_PER_BLOCK)
     used = count_tokens(ids, config.experts) > 0
     group = min(config.experts, config.slots)
 

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 CHUNK = 1024  # most tokens (over all sequences) that pass a mixer at once: bounds its workspace
-PASS_CHUNKS = 4  # chunks that pass a layer before the next one begins: an expert moves once for all of them
+# Chunks that pass a layer before the next one begins: an expert moves once for all of them. The more the better, as far
+# as their workspace fits (`memory.plan` chooses).
+PASS_CHUNKS = (16, 8, 4)
 SMALLEST_BUCKET = 16
 
 
@@ -22,7 +24,10 @@ class Chunk(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """`length` positions of every sequence from `start` on, and the chunks that they go through mixers in."""
+    """`length` positions of every sequence from `start` on, and the chunks that they go through mixers in.
+
+    Of few lengths, so the last ones may lie behind all chunks: nothing is computed for these.
+    """
 
     start: int
     length: int
@@ -39,14 +44,16 @@ def chunk_length(batch: int) -> int:
     return max(SMALLEST_BUCKET, CHUNK // batch)
 
 
-def passes_of(longest: int, batch: int) -> Iterator[Pass]:
-    """The passes of `batch` prompts, the longest of which has `longest` tokens."""
+def passes_of(longest: int, batch: int, pass_chunks: int = PASS_CHUNKS[-1]) -> Iterator[Pass]:
+    """The passes of `batch` prompts, the longest of which has `longest` tokens. Chunks are the same however many pass
+    together."""
     chunk = chunk_length(batch)
-    whole = chunk * PASS_CHUNKS
+    whole = chunk * pass_chunks
     for start in range(0, longest, whole):
         left = min(whole, longest - start)
         chunks = [Chunk(at, bucket(min(chunk, left - at))) for at in range(0, left, chunk)]
-        yield Pass(start, chunks[0].width if len(chunks) == 1 else len(chunks) * chunk, chunks)
+        count = 1 << (len(chunks) - 1).bit_length()
+        yield Pass(start, chunks[0].width if count == 1 else count * chunk, chunks)
 
 
 def kv_capacity(length: int) -> int:

@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
+from pallas_kernels.backend import Implementation
 from pallas_kernels.grouped_moe import combine
 from seqmoe_jax.decode.policy import Coming, PolicyInputs
 from seqmoe_jax.decode.replay import Replay, forced_tokens
@@ -129,7 +130,7 @@ def _put(array: Array, part: Array, start: Int[Array, ""]) -> Array:
     return lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), start, 1)
 
 
-@partial(jax.jit, static_argnames=("layer", "width"), donate_argnums=(0, 1))
+@partial(jax.jit, static_argnames=("layer", "width", "implementation"), donate_argnums=(0, 1))
 def route_chunk(
     stream: Stream,
     state: State,
@@ -140,10 +141,12 @@ def route_chunk(
     *,
     layer: LayerSpec,
     width: int,
+    implementation: Implementation,
 ) -> tuple[Stream, State]:
     """Runs a layer's mixer and router over a chunk; a layer that has no experts runs whole."""
     chunk = jax.tree.map(lambda array: _cut(array, start, width), tokens)
-    x, state = block.mix(_cut(stream.x, start, width), state, chunk.positions, chunk.valid, weights, layer)
+    entered = _cut(stream.x, start, width)
+    x, state = block.mix(entered, state, chunk.positions, chunk.valid, weights, layer, implementation)
     if not isinstance(layer.mlp, MoESpec):
         return stream._replace(x=_put(stream.x, block.dense(x, weights, layer), start)), state
     assert isinstance(weights.mlp, MoEWeights)
@@ -215,12 +218,14 @@ def end_pass(
     stream: Stream,
     tokens: PassTokens,
     lengths: Int[Array, " B"],
+    chunks: Int[Array, ""],
     predictor: dict[str, Any] | None,
     *,
     config: PredictorConfig | None,
     width: int,
 ) -> tuple[Float[Array, "B *S H"], Float32[Array, "B keys"] | None, dict[str, Any] | None]:
-    """Keeps the hidden states of last tokens that are in this pass; the predictor reads the pass in chunks of `width`.
+    """Keeps the hidden states of last tokens that are in this pass; the predictor reads the pass's `chunks`,
+    of `width` each.
 
     Returns `last` and `routing` (see `Reading`) and the predictor's state.
     """
@@ -236,7 +241,7 @@ def end_pass(
         state, routing = carry
         return _read_chunk(predictor, state, routing, stream, tokens, n * width, config, width)
 
-    state, routing = lax.fori_loop(0, length // width, read_chunk, (state, routing))
+    state, routing = lax.fori_loop(0, chunks, read_chunk, (state, routing))
     return last, routing, state
 
 

@@ -68,13 +68,14 @@ class PromptReader:
         programs: Programs,
         *,
         policy: Policy,
+        pass_chunks: int,
         predictor: TrainedPredictor | None,
         replay: Replay | None,
         device: jax.Device,
     ):
         self.model, self.config, self.programs, self.device = model, config, programs, device
         self.predictor, self.replay = predictor, replay
-        self._rule = prompt_rule_of(policy)
+        self._rule, self._pass_chunks = prompt_rule_of(policy), pass_chunks
         self._moe_index = {layer: index for index, layer in enumerate(model.spec.moe_layers)}
         # Layers and places in the prompt, made once: a scalar takes as long to get to the device as a program to be
         # dispatched.
@@ -98,11 +99,12 @@ class PromptReader:
         """
         state = self._begin(prompts, max_new_tokens, batch, capacity, offload, hold, self.predictor)
         weights, config = (None, None) if self.predictor is None else (self.predictor.weights, self.predictor.config)
-        for _, stream, tokens in self._passes(prompts, state):
+        for _, chunks, stream, tokens in self._passes(prompts, state):
             shape, reading = tokens.ids.shape, state.reading
             last, routing, predictor = self._run(
                 shape, f"the end of prompts of {shape[1]} tokens", end_pass,
-                reading.last, reading.routing, state.offload.predictor, stream, tokens, state.lengths, weights,
+                reading.last, reading.routing, state.offload.predictor, stream, tokens, state.lengths,
+                self._scalar(chunks), weights,
                 config=config, width=min(shape[1], chunk_length(batch)),
             )  # fmt: skip
             state.reading = reading._replace(last=last, routing=routing)
@@ -116,7 +118,7 @@ class PromptReader:
         shape = len(self.model.spec.moe_layers), self.model.spec.moe.top_k
         kept = [(np.zeros((len(s), *shape), np.int32), np.zeros((len(s), *shape), np.float32)) for s in sequences]
         state = self._begin(sequences, [1] * len(sequences), batch, capacity, offload, hold, None)
-        for start, stream, _ in self._passes(sequences, state):
+        for start, _, stream, _ in self._passes(sequences, state):
             routing = jax.device_get((stream.ids, stream.weights))
             for row, of_sequence in enumerate(kept):
                 for array, of_pass in zip(of_sequence, routing, strict=True):
@@ -170,10 +172,10 @@ class PromptReader:
             state.update(predictor=recurrent)
         return state
 
-    def _passes(self, prompts: Sequence[Sequence[int]], state: _State) -> Iterator[tuple[int, Stream, PassTokens]]:
-        """Takes pass after pass through all layers. Yields the position where it starts, its stream and its tokens."""
+    def _passes(self, prompts: Sequence[Sequence[int]], state: _State) -> Iterator[tuple[int, int, Stream, PassTokens]]:
+        """Takes pass after pass through all layers. Yields where it starts, its chunks, its stream and its tokens."""
         batch = state.lengths.shape[0]
-        for start, length, chunks in passes_of(max(map(len, prompts)), batch):
+        for start, length, chunks in passes_of(max(map(len, prompts)), batch, self._pass_chunks):
             ids, valid = jax.device_put(_cut(prompts, start, length, batch), self.device)
             stream, tokens = self._run(
                 (batch, length), f"embeddings of {length} tokens", begin_pass,
@@ -185,7 +187,7 @@ class PromptReader:
                 tokens = tokens._replace(ids=ids, recorded=recorded)
             for layer in range(len(state.layers)):
                 stream = self._layer(layer, stream, tokens, chunks, state)
-            yield start, stream, tokens
+            yield start, len(chunks), stream, tokens
 
     def _layer(self, index: int, stream: Stream, tokens: PassTokens, chunks: Sequence[Chunk], state: _State) -> Stream:
         layer, weights, shape = self.model.spec.layers[index], self.model.weights.layers[index], tokens.ids.shape
@@ -195,6 +197,7 @@ class PromptReader:
             stream, state.layers[index] = self._run(
                 (layer, width, *shape, state.capacity), f"a layer for prompts of {width} tokens", route_chunk,
                 stream, state.layers[index], weights, tokens, self._scalar(start), at, layer=layer, width=width,
+                implementation=self.config.implementation,
             )  # fmt: skip
         if moe_index is None:
             return stream

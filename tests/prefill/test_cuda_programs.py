@@ -21,7 +21,7 @@ from pallas_kernels.grouped_moe import assign_blocks
 from seqmoe_jax.experts.cache import CacheConfig, empty_cache
 from seqmoe_jax.forecast.forecaster import from_history
 from seqmoe_jax.models.families import spec_from_config
-from seqmoe_jax.prefill.experts import ExpertCounts, rows_per_block
+from seqmoe_jax.prefill.experts import ROWS_PER_BLOCK, ExpertCounts
 from seqmoe_jax.prefill.programs import apply_experts
 from seqmoe_jax.testing import tiny_config
 
@@ -48,7 +48,7 @@ donated = cache, forecast, ExpertCounts(array((3,)), array((3, 8)))
 storage, elements = spec.expert_layout.storage, spec.expert_layout.block_elems
 normed, ids = array((1, length, 256), jnp.bfloat16), array((3, 1, length, 2))
 _, block_rows, _ = jax.eval_shape(
-    lambda: assign_blocks(jnp.zeros((length, 2), jnp.int32), num_experts=8, rows=rows_per_block(length)))
+    lambda: assign_blocks(jnp.zeros((length, 2), jnp.int32), num_experts=8, rows=ROWS_PER_BLOCK))
 abstract = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"))
 with use_abstract_mesh(abstract):
     text = apply_experts.lower(

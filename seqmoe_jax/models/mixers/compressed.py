@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from pallas_kernels.arithmetic import einsum, linear, softmax
+from pallas_kernels.backend import Implementation
 from seqmoe_jax.models import ring
 from seqmoe_jax.models.mixers.attend import QUERY_BLOCK, in_query_blocks
 from seqmoe_jax.models.mixers.compressor import Compressor, CompressorState, CompressorWeights, Indexer, IndexerWeights
@@ -119,6 +120,9 @@ class CompressedAttention:
             indexer=None if indexer is None else indexer.compressor.init_state(batch, capacity, dtype),
         )
 
+    def unfit_chunks(self) -> str | None:
+        return "no kernel for compressed attention"
+
     def workspace_bytes(self, batch: int, length: int, capacity: int) -> int:
         entries = 0 if self.compressor is None else -(-capacity // self.compressor.compress_ratio)
         block = batch * min(length, QUERY_BLOCK)
@@ -133,6 +137,7 @@ class CompressedAttention:
         positions: Int[Array, "B T"],
         valid: Bool[Array, "B T"],
         weights: CompressedWeights,
+        implementation: Implementation = "xla",
     ) -> tuple[Float[Array, "B T H"], CompressedState]:
         latent = self.norm(linear(x, weights.q_a), weights.q_norm)
         q = linear(latent, weights.q_b).reshape(*x.shape[:2], self.num_heads, self.head_dim)

@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from pallas_kernels.arithmetic import einsum, linear
+from pallas_kernels.backend import Implementation
 from seqmoe_jax.models import ring
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.tensors import FLOAT32, Take, Tensor, Tensors
@@ -111,6 +112,9 @@ class GatedDeltaNet:
             recurrent=jnp.zeros((batch, self.num_v_heads, self.head_k_dim, self.head_v_dim), jnp.float32),
         )
 
+    def unfit_chunks(self) -> str | None:
+        return "no kernel for gated delta nets"
+
     def workspace_bytes(self, batch: int, length: int, capacity: int) -> int:
         # Per token in float32: channels before and after convolution, and per value head the rows that are solved
         # for with their right side, faded queries and keys, outputs, and three rows of a chunk's square matrices.
@@ -124,6 +128,7 @@ class GatedDeltaNet:
         positions: Int[Array, "B T"],
         valid: Bool[Array, "B T"],
         weights: GatedDeltaNetWeights,
+        implementation: Implementation = "xla",
     ) -> tuple[Float[Array, "B T H"], GatedDeltaNetState]:
         batch, length, _ = x.shape
         g, n, dk, dv = self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim

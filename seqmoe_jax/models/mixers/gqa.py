@@ -16,10 +16,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.arithmetic import linear
+from pallas_kernels.backend import Implementation
 from pallas_kernels.decode_attention.reference import attend
+from pallas_kernels.prompt_attention import prompt_attention, unfit_sizes
+from pallas_kernels.prompt_attention.reference import workspace_bytes as attention_bytes
 from seqmoe_jax.models import ring
 from seqmoe_jax.models.layers import write_barrier
-from seqmoe_jax.models.mixers.attend import QUERY_BLOCK, in_query_blocks
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.rope import Rope
 from seqmoe_jax.models.tensors import Take, Tensor, Tensors
@@ -110,9 +112,14 @@ class GQA:
         shape = (batch, self.num_kv_heads, held, self.head_dim)
         return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
+    def unfit_chunks(self) -> str | None:
+        return unfit_sizes(self.head_dim, self.head_dim)
+
     def workspace_bytes(self, batch: int, length: int, capacity: int) -> int:
-        seen = capacity if self.sliding_window is None else min(self.sliding_window, capacity) + length
-        return 3 * 4 * self.num_heads * batch * min(length, QUERY_BLOCK) * seen
+        # Queries, keys and values with what norms and rotation make of them, and a window's keys and values once more.
+        window = 0 if self.sliding_window is None else 2 * self.num_kv_heads * (self.sliding_window + length)
+        heads = length * (self.num_heads + self.num_kv_heads)
+        return 4 * batch * self.head_dim * (3 * heads + window) + attention_bytes(batch, length, self.num_heads)
 
     def apply(
         self,
@@ -121,21 +128,22 @@ class GQA:
         positions: Int[Array, "B T"],
         valid: Bool[Array, "B T"],
         weights: GQAWeights,
+        implementation: Implementation = "xla",
     ) -> tuple[Float[Array, "B T H"], KV]:
         q, k, v, gate = self._project(x, positions, weights)
-        if self.sliding_window is None:
+        start, held = positions[:, 0], state.k.shape[2]
+        if x.shape[1] == 1:
+            state = write_barrier(_write(state, k, v, positions % held))
+            out = self._attend(q, state, positions, ring.positions(held, start), weights.sinks)
+        elif self.sliding_window is None:
             # What padding writes lies behind every valid position, so it is masked until a later token overwrites it.
             state = write_barrier(_write(state, k, v, positions))
-            out = self._attend_in_blocks(q, state, positions, jnp.arange(state.k.shape[2])[None], weights.sinks)
-        elif x.shape[1] == 1:
-            held = state.k.shape[2]
-            state = write_barrier(_write(state, k, v, positions % held))
-            out = self._attend_in_blocks(q, state, positions, ring.positions(held, positions[:, 0]), weights.sinks)
+            out = self._attend_chunk(q, state, start, jnp.zeros_like(start), weights.sinks, implementation)
         else:
             # A chunk may overwrite positions that its own first queries see: read first, then write.
-            past = ring.positions(state.k.shape[2], positions[:, 0] - 1)
-            seen = KV(_append(state.k, k), _append(state.v, v))
-            out = self._attend_in_blocks(q, seen, positions, jnp.concatenate([past, positions], 1), weights.sinks)
+            past = (ring.ordered(part.swapaxes(1, 2), start) for part in state)
+            seen = KV(*(_append(old, new) for old, new in zip(past, (k, v), strict=True)))
+            out = self._attend_chunk(q, seen, start, start - held, weights.sinks, implementation)
             state = _write_window(state, k, v, positions, valid)
         out = out.reshape(*x.shape[:2], -1)
         return linear(out * jax.nn.sigmoid(gate) if self.output_gate else out, weights.o, weights.o_bias), state
@@ -156,36 +164,35 @@ class GQA:
             q, k = self.norm(q, weights.q_norm), self.norm(k, weights.k_norm)
         return self.rope(q, positions), self.rope(k, positions), v, gate
 
-    def _attend_in_blocks(
+    def _attend(
+        self,
+        q: Float[Array, "B 1 N D"],
+        kv: KV,
+        positions: Int[Array, "B 1"],
+        key_positions: Int[Array, "B C"],
+        sinks: Float[Array, " N"] | None,
+    ) -> Float[Array, "B 1 G R D"]:
+        """One query of every sequence over all that is held; later positions, and negative (empty) ones, are masked."""
+        visible = (key_positions >= 0) & (key_positions <= positions)
+        heads = self.num_kv_heads, self.num_heads // self.num_kv_heads
+        sinks = None if sinks is None else sinks.reshape(heads)
+        q = q.reshape(*q.shape[:2], *heads, self.head_dim)
+        return attend(q, kv.k, kv.v, visible[:, None, None, None], scale=self.scale, sinks=sinks)
+
+    def _attend_chunk(
         self,
         q: Float[Array, "B T N D"],
         kv: KV,
-        positions: Int[Array, "B T"],
-        key_positions: Int[Array, "#B C"],
+        first_query: Int[Array, " B"],
+        first_key: Int[Array, " B"],
         sinks: Float[Array, " N"] | None,
-    ) -> Float[Array, "B T G R D"]:
-        heads = (self.num_kv_heads, self.num_heads // self.num_kv_heads)
-        sinks = None if sinks is None else sinks.reshape(heads)
-        return in_query_blocks(
-            lambda q, at: self._attend(q, kv, at, key_positions, sinks),
-            q.reshape(*q.shape[:2], *heads, self.head_dim),
-            positions,
-        )
-
-    def _attend(
-        self,
-        q: Float[Array, "B T G R D"],
-        kv: KV,
-        positions: Int[Array, "B T"],
-        key_positions: Int[Array, "#B C"],
-        sinks: Float[Array, "G R"] | None,
-    ) -> Float[Array, "B T G R D"]:
-        """Causal softmax attention over everything in `kv`; later positions, and negative (empty) ones, are masked."""
-        key, query = key_positions[:, None, None, None, :], positions[:, None, None, :, None]
-        visible = key <= query
-        if self.sliding_window is not None:
-            visible &= (key >= 0) & (key > query - self.sliding_window)
-        return attend(q, kv.k, kv.v, visible, scale=self.scale, sinks=sinks)
+        implementation: Implementation,
+    ) -> Float[Array, "B T N D"]:
+        kernel: Implementation = "xla" if self.unfit_chunks() else implementation
+        return prompt_attention(
+            q.astype(kv.k.dtype), *kv, first_query, first_key, scale=self.scale, window=self.sliding_window,
+            sinks=sinks, implementation=kernel,
+        ).astype(q.dtype)  # fmt: skip
 
 
 def _write(kv: KV, k: Float[Array, "B T G D"], v: Float[Array, "B T G D"], places: Int[Array, "B T"]) -> KV:
@@ -200,8 +207,8 @@ def _write(kv: KV, k: Float[Array, "B T G D"], v: Float[Array, "B T G D"], place
     return KV(kv.k.at[rows, :, places].set(k.astype(kv.k.dtype)), kv.v.at[rows, :, places].set(v.astype(kv.v.dtype)))
 
 
-def _append(held: Float[Array, "B G C D"], new: Float[Array, "B T G D"]) -> Float[Array, "B G CT D"]:
-    return jnp.concatenate([held, new.swapaxes(1, 2).astype(held.dtype)], axis=2)
+def _append(held: Float[Array, "B C G D"], new: Float[Array, "B T G D"]) -> Float[Array, "B G CT D"]:
+    return jnp.concatenate([held, new.astype(held.dtype)], axis=1).swapaxes(1, 2)
 
 
 def _write_window(

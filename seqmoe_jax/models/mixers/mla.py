@@ -20,8 +20,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.arithmetic import einsum, linear, softmax
+from pallas_kernels.backend import Implementation
+from pallas_kernels.prompt_attention import prompt_attention, unfit_sizes
+from pallas_kernels.prompt_attention.reference import workspace_bytes as attention_bytes
 from seqmoe_jax.models.layers import write_barrier
-from seqmoe_jax.models.mixers.attend import QUERY_BLOCK, in_query_blocks
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.rope import Rope
 from seqmoe_jax.models.tensors import Take, Tensor, Tensors
@@ -109,9 +111,12 @@ class MLA:
     def init_state(self, batch: int, capacity: int, dtype: np.dtype) -> MLAState:
         return MLAState(jnp.zeros((batch, capacity, self.kv_lora_rank + self.qk_rope_head_dim), dtype))
 
+    def unfit_chunks(self) -> str | None:
+        return unfit_sizes(self.kv_lora_rank + self.qk_rope_head_dim, self.kv_lora_rank)
+
     def workspace_bytes(self, batch: int, length: int, capacity: int) -> int:
-        scores = 3 * min(length, QUERY_BLOCK) * capacity
-        return 4 * batch * self.num_heads * (scores + 2 * length * (self.kv_lora_rank + self.qk_rope_head_dim))
+        queries = 2 * length * (self.kv_lora_rank + self.qk_rope_head_dim)
+        return 4 * batch * self.num_heads * queries + attention_bytes(batch, length, self.num_heads)
 
     def apply(
         self,
@@ -120,6 +125,7 @@ class MLA:
         positions: Int[Array, "B T"],
         valid: Bool[Array, "B T"],
         weights: MLAWeights,
+        implementation: Implementation = "xla",
     ) -> tuple[Float[Array, "B T H"], MLAState]:
         q = self._queries(x, positions, weights)
         latent, key = jnp.split(linear(x, weights.kv_a), [self.kv_lora_rank], axis=-1)
@@ -127,7 +133,10 @@ class MLA:
         new = jnp.concatenate([self.norm(latent, weights.kv_norm), key], axis=-1)
         # What padding writes lies behind every valid position, so it is masked until a later token overwrites it.
         cache = write_barrier(_write(state.latent, new, positions))
-        mixed = in_query_blocks(lambda q, at: self._attend(q, at, cache), q, positions)
+        if x.shape[1] == 1:
+            mixed = self._attend(q, positions, cache)
+        else:
+            mixed = self._attend_chunk(q, positions[:, 0], cache, implementation)
         out = einsum("btnl,nvl->btnv", mixed, weights.v_b).astype(x.dtype)
         return linear(out.reshape(*x.shape[:2], -1), weights.o), MLAState(cache)
 
@@ -143,9 +152,22 @@ class MLA:
         absorbed = einsum("btnp,npl->btnl", nope, weights.k_b).astype(x.dtype)
         return jnp.concatenate([absorbed, self.rope(rotary, positions)], axis=-1)
 
-    def _attend(
-        self, q: Float[Array, "B T N LR"], positions: Int[Array, "B T"], cache: Float[Array, "B C LR"]
+    def _attend_chunk(
+        self,
+        q: Float[Array, "B T N LR"],
+        first_query: Int[Array, " B"],
+        cache: Float[Array, "B C LR"],
+        implementation: Implementation,
     ) -> Float[Array, "B T N L"]:
+        kernel: Implementation = "xla" if self.unfit_chunks() else implementation
+        return prompt_attention(
+            q.astype(cache.dtype), cache[:, None], None, first_query, jnp.zeros_like(first_query), scale=self.scale,
+            value_size=self.kv_lora_rank, implementation=kernel,
+        ).astype(q.dtype)  # fmt: skip
+
+    def _attend(
+        self, q: Float[Array, "B 1 N LR"], positions: Int[Array, "B 1"], cache: Float[Array, "B C LR"]
+    ) -> Float[Array, "B 1 N L"]:
         # In this order of operands and axes: in others XLA:CPU transposes the cache, and for that writes it twice.
         scores = einsum("bcd,btnd->bcnt", cache, q).transpose(0, 2, 3, 1) * self.scale
         visible = jnp.arange(cache.shape[1]) <= positions[:, None, :, None]
