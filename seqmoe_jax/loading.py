@@ -17,6 +17,7 @@ from seqmoe_jax.checkpoints.read import iter_dense
 from seqmoe_jax.checkpoints.resolve import read_config, resolve_model
 from seqmoe_jax.checkpoints.safetensors import open_checkpoint
 from seqmoe_jax.checkpoints.sources import check_names
+from seqmoe_jax.checkpoints.stored import as_stored
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.host_pool import load_host_pool
 from seqmoe_jax.experts.random_pool import random_host_pool
@@ -60,6 +61,7 @@ def load_model(
     directory = resolve_model(model)
     spec = spec_from_config(read_config(directory))
     with open_checkpoint(directory) as checkpoint:
+        spec = as_stored(spec, checkpoint)
         names = names_of(spec, checkpoint.names)
         check_names(checkpoint, names)
         chosen = activation_dtype(spec, device, dtype)

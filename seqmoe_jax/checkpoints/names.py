@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import replace
 from functools import partial
 
 from pallas_kernels.layout import FP4, FP4_BLOCK
@@ -27,6 +28,9 @@ def names_of(spec: ModelSpec, available: Set[str]) -> NameMap:
         ours: Source(tensor=theirs, shape=tensor.shape, integers=tensor.dtype is not None and tensor.dtype.kind == "i")
         for theirs, (ours, tensor) in zip(_dense(names, tensors), tensors.items(), strict=True)
     }
+    embed, head = names.model["embed"], names.model["lm_head"]
+    if spec.tied and embed not in available and head in available:  # one of the two is enough, whichever
+        dense["embed"] = replace(dense["embed"], tensor=head)
     moe, fp4 = spec.moe, spec.expert_dtype == FP4
     experts = tuple(
         tuple(_experts(spec.hidden, moe, fp4, names.prefix.format(index=index), names.experts, available))

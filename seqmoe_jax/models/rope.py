@@ -41,7 +41,8 @@ class Yarn:
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, rotary_dim - 1)
-        return np.clip((np.arange(rotary_dim // 2) - low) / max(high - low, 0.001), 0, 1)
+        # Their order is as it falls: as in transformers, ends outside of the dimensions may come the wrong way round.
+        return np.clip((np.arange(rotary_dim // 2) - low) / (high - low or 0.001), 0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,6 @@ def preset(name, **changes):
     ("name", "changes", "words"),
     [
         ("gpt-oss-20b", {"attention_bias": False}, "attention_bias False is not supported; supported: True"),
-        ("gpt-oss-20b", {"rope_scaling": None}, "'rope_scaling' (or 'rope_parameters') is missing"),
         ("gpt-oss-20b", {"rope_scaling": {"rope_type": "llama3"}}, "rope_type 'llama3' is not supported"),
         ("gpt-oss-20b", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for num_hidden_layers 24"),
         ("gpt-oss-20b", {"layer_types": ["linear"] * 24}, "supported: 'sliding_attention', 'full_attention'"),

@@ -47,7 +47,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     family = fields.text("model_type")
     if family not in FAMILIES:
         raise fields.unsupported("model_type", family, tuple(sorted(FAMILIES)))
-    spec = FAMILIES[family].spec(fields)
+    spec = FAMILIES[family].read(fields)
     if spec.num_keys > MOST_KEYS:  # also refuses a dense model here, not deep inside
         raise ConfigError(f"{fields.where}: expected at most {MOST_KEYS} experts in all layers, got {spec.num_keys}")
     return spec

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import ml_dtypes
@@ -23,41 +23,75 @@ from seqmoe_jax.models.spec import LayerSpec, ModelSpec
 FLOATS = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
+# What transformers takes where a file is silent, and most of its configuration classes agree. Sizes are not among
+# them: files give them. None: the field may be absent, and then follows from others.
+DEFAULTS: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How a `config.json` becomes a `ModelSpec`, and what the checkpoint's tensors are called."""
+    """How a `config.json` becomes a `ModelSpec`, and what the checkpoint's tensors are called.
+
+    `defaults` are those of this model type in transformers: what the file leaves out. `text` finds the part of the
+    file that describes the decoder.
+    """
 
     spec: Callable[[Fields], ModelSpec]
     names: Names
+    defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
     dialects: tuple[Names, ...] = ()  # other names that checkpoints of this family go by
+    text: Callable[[Fields], Fields] = lambda config: config
+
+    def read(self, config: Fields) -> ModelSpec:
+        """The spec that a file means, with the family's defaults. Raises `ConfigError`."""
+        config = self.text(config)
+        return self.spec(config.of({**self.defaults, **config.values}, config.where))
 
 
-def only(config: Fields, name: str, value: Any, default: Any) -> None:
-    """Raises `ConfigError` unless the field has the one value that is supported."""
-    found = config.flag(name, default) if isinstance(value, bool) else config.text(name, default)
-    if found != value:
+def only(config: Fields, name: str, value: Any) -> None:
+    """Raises `ConfigError` unless the field has the one value that is supported, or is absent."""
+    found = config.values.get(name)
+    if found is not None and (found != value or isinstance(found, bool) != isinstance(value, bool)):
         raise config.unsupported(name, found, (value,))
 
 
-def rms_norm(config: Fields, default: float = 1e-6, **options: Any) -> RMSNorm:
-    return RMSNorm(eps=config.number("rms_norm_eps", default), **options)
+def required(config: Fields, *names: str) -> None:
+    """Raises `ConfigError` unless the file has these fields, be it as null."""
+    for name in names:
+        if name not in config.values:
+            raise ConfigError(f"{config.where}: field {name!r} is missing; add it as the model's makers trained it")
+
+
+def rms_norm(config: Fields, **options: Any) -> RMSNorm:
+    return RMSNorm(eps=config.number("rms_norm_eps"), **options)
 
 
 def rope_group(config: Fields) -> Fields:
-    """`rope_parameters` of newer files, else `rope_scaling` of older ones."""
-    group = config.group("rope_parameters")
-    return group if group.values else config.group("rope_scaling")
+    """What the file says of rotary positions: `rope_scaling` of older files where it says anything (transformers lets
+    it replace the other), else `rope_parameters`."""
+    older = config.group("rope_scaling")
+    group = older if older.values else config.group("rope_parameters")
+    for name, value in group.values.items():
+        if isinstance(value, dict):
+            raise ConfigError(f"{group.where}: positions of a layer type's own ({name!r}) are not supported")
+    return group
 
 
-def rope(config: Fields, head_dim: int, *, theta: float = 10000.0, partial_rotary_factor: float = 1.0) -> Rope:
+def rope(config: Fields, head_dim: int) -> Rope:
     """Rotary positions from `rope_parameters` of newer files, or `rope_theta` and `rope_scaling` of older ones.
 
-    `theta` and `partial_rotary_factor` (the share of a head that is rotated) are the family's defaults.
+    `partial_rotary_factor` is the share of a head that is rotated.
     """
     group = rope_group(config)
     kind = group.text("rope_type", group.text("type", "default"))
-    theta = group.number("rope_theta", config.number("rope_theta", theta))
-    share = group.number("partial_rotary_factor", config.number("partial_rotary_factor", partial_rotary_factor))
+    theta = group.number("rope_theta") if "rope_theta" in group.values else config.number("rope_theta")
+    share = group.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
     rotary_dim = int(head_dim * share)
     if theta <= 1 or not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise ConfigError(
@@ -70,8 +104,9 @@ def rope(config: Fields, head_dim: int, *, theta: float = 10000.0, partial_rotar
         raise group.unsupported("rope_type", kind, ("default", "yarn"))
     yarn = Yarn(
         factor=group.number("factor"),
-        original_max_position_embeddings=group.size(
-            "original_max_position_embeddings", config.size("max_position_embeddings")
+        original_max_position_embeddings=config.size(
+            "original_max_position_embeddings",
+            group.size("original_max_position_embeddings", config.size("max_position_embeddings")),
         ),
         beta_fast=group.number("beta_fast", 32.0),
         beta_slow=group.number("beta_slow", 1.0),
@@ -86,8 +121,18 @@ def rope(config: Fields, head_dim: int, *, theta: float = 10000.0, partial_rotar
     return Rope(theta=theta, rotary_dim=rotary_dim, yarn=yarn, attention_factor=factor)
 
 
-def gqa(config: Fields, *, theta: float = 10000.0, partial_rotary_factor: float = 1.0, **options: Any) -> GQA:
-    """Grouped-query attention of the usual fields; `options` are fields of `GQA`."""
+def whole_rope(config: Fields, head_dim: int) -> Rope:
+    """Rotary positions of a family that rotates all of a head. Raises `ConfigError` where the file wants a part."""
+    positions = rope(config, head_dim)
+    if positions.rotary_dim != head_dim:
+        raise ConfigError(f"{config.where}: partial_rotary_factor must be 1 for this model type; remove it")
+    return positions
+
+
+def gqa(config: Fields, *, partial: bool = False, **options: Any) -> GQA:
+    """Grouped-query attention of the usual fields; `options` are fields of `GQA`. `partial`: the family knows heads of
+    which only a part is rotated."""
+    required(config, "num_key_value_heads", "head_dim")
     num_heads = config.size("num_attention_heads")
     num_kv_heads = config.size("num_key_value_heads", num_heads)
     head_dim = config.size("head_dim", max(1, config.size("hidden_size") // num_heads))
@@ -96,12 +141,13 @@ def gqa(config: Fields, *, theta: float = 10000.0, partial_rotary_factor: float 
             f"{config.where}: num_attention_heads {num_heads} must be a multiple of num_key_value_heads {num_kv_heads} "
             f"and head_dim {head_dim} even"
         )
+    positions = rope(config, head_dim) if partial else whole_rope(config, head_dim)
     return GQA(
         **dict(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rope=rope(config, head_dim, theta=theta, partial_rotary_factor=partial_rotary_factor),
+            rope=positions,
             scale=head_dim**-0.5,
             norm=rms_norm(config),
         )
@@ -112,8 +158,10 @@ def gqa(config: Fields, *, theta: float = 10000.0, partial_rotary_factor: float 
 def router(config: Fields, *names: str, **options: Any) -> RouterSpec:
     """A router of the usual fields. `names` are those that files give the number of experts, `options` fields of
     `RouterSpec`."""
-    experts = config.size(names[0], aliases=names[1:])
-    top_k = config.size("num_experts_per_tok", aliases=("experts_per_token",))
+    experts, top_k = config.size(names[0], aliases=names[1:]), config.size("num_experts_per_tok")
+    given = {name: config.values[name] for name in names if config.values.get(name) is not None}
+    if len(set(given.values())) > 1:
+        raise ConfigError(f"{config.where}: {' and '.join(given)} must be the same number, got {given}")
     if top_k > experts:
         raise ConfigError(f"{config.where}: num_experts_per_tok {top_k} exceeds {names[0]} {experts}")
     return RouterSpec(**dict(num_experts=experts, top_k=top_k) | options)
@@ -121,22 +169,22 @@ def router(config: Fields, *names: str, **options: Any) -> RouterSpec:
 
 def sparse_layers(config: Fields) -> tuple[bool, ...]:
     """Which layers have experts, by `mlp_only_layers` and `decoder_sparse_step` (Qwen)."""
-    dense, step = config.ints("mlp_only_layers", ()), config.size("decoder_sparse_step", 1)
+    dense, step = config.ints("mlp_only_layers", ()), config.size("decoder_sparse_step")
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(config.size("num_hidden_layers")))
 
 
-def sigmoid_router(config: Fields, default_groups: tuple[int, int] = (1, 1)) -> RouterSpec:
-    """DeepSeek-V3's router (arXiv 2412.19437), which others took over. `default_groups`: all, best."""
-    count, best = config.size("n_group", default_groups[0]), config.size("topk_group", default_groups[1])
+def sigmoid_router(config: Fields) -> RouterSpec:
+    """DeepSeek-V3's router (arXiv 2412.19437), which others took over."""
+    count, best = config.size("n_group"), config.size("topk_group")
     spec = router(
         config,
         *("n_routed_experts", "num_local_experts", "num_experts"),
         score="sigmoid",
         correction_bias=True,
         groups=Groups(n_group=count, topk_group=best, score="top2") if count > 1 else None,
-        normalize=config.flag("norm_topk_prob", True),
+        normalize=config.flag("norm_topk_prob"),
         eps=1e-20,
-        scale=config.number("routed_scaling_factor", 1.0),
+        scale=config.number("routed_scaling_factor"),
         rounded=False,
     )
     check_groups(config, spec, count, best)
@@ -168,7 +216,7 @@ def check_groups(config: Fields, spec: RouterSpec, count: int, best: int) -> Non
 
 def shared_expert(config: Fields) -> SharedSpec | None:
     """DeepSeek's shared experts, which are one MLP that is so many times as wide."""
-    count = config.count("n_shared_experts", 0)
+    count = config.count("n_shared_experts")
     width = config.size("moe_intermediate_size") * count
     return SharedSpec(mlp=DenseSpec(width=width), gated=False) if count else None
 
@@ -187,7 +235,7 @@ def model(config: Fields, *, family: str, layers: tuple[LayerSpec, ...], norm: R
             hidden=config.size("hidden_size"),
             context=config.size("max_position_embeddings"),
             norm=norm,
-            tied=config.flag("tie_word_embeddings", False),
+            tied=config.flag("tie_word_embeddings"),
             layers=layers,
             dtype=dtype,
             expert_dtype=expert_dtype,

@@ -13,7 +13,17 @@ from typing import Any
 from pallas_kernels.layout import FP4, Activation
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.fields import Fields
-from seqmoe_jax.models.families.common import Family, layer_types, model, only, rms_norm, rope, router
+from seqmoe_jax.models.families.common import (
+    DEFAULTS,
+    Family,
+    layer_types,
+    model,
+    only,
+    rms_norm,
+    rope,
+    rope_group,
+    router,
+)
 from seqmoe_jax.models.mixers.compressed import CompressedAttention
 from seqmoe_jax.models.mixers.compressor import Compressor, Indexer
 from seqmoe_jax.models.mlp import DenseSpec, SharedSpec
@@ -26,20 +36,21 @@ from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 BY_RATIO = {0: SLIDING, 4: SPARSE, 128: HEAVY}  # how published files write the kinds of layers
 HASHED, SCORED = "hash_moe", "moe"
+KINDS_OF_ROPE = {"main", "compress"}
 
 
 def deepseek_v4(config: Fields) -> ModelSpec:
     """Both the published form of the file and what transformers rewrites it to."""
-    only(config, "hidden_act", "silu", "silu")
-    only(config, "scoring_func", "sqrtsoftplus", "sqrtsoftplus")
-    only(config, "topk_method", "noaux_tc", "noaux_tc")
-    only(config, "norm_topk_prob", True, True)
-    only(config, "attention_bias", False, False)
+    only(config, "hidden_act", "silu")
+    only(config, "scoring_func", "sqrtsoftplus")
+    only(config, "topk_method", "noaux_tc")
+    only(config, "norm_topk_prob", True)
+    only(config, "attention_bias", False)
+    only(config, "mlp_bias", False)
+    only(config, "n_shared_experts", 1)
     norm = rms_norm(config)
-    streams, eps = config.size("hc_mult", 4), config.number("hc_eps", 1e-6)
-    residual = HyperConnection(
-        streams=streams, iterations=config.size("hc_sinkhorn_iters", 20), eps=eps, norm_eps=norm.eps
-    )
+    streams, eps = config.size("hc_mult"), config.number("hc_eps")
+    residual = HyperConnection(streams=streams, iterations=config.size("hc_sinkhorn_iters"), eps=eps, norm_eps=norm.eps)
     mixers = _attention(config, norm)
     layers = tuple(
         LayerSpec(norm=norm, mixer=mixers[kind], mlp=_moe(config, routing == HASHED), residual=residual)
@@ -60,7 +71,7 @@ def _expert_dtype(config: Fields) -> dict[str, Any]:
 def _kinds(config: Fields) -> tuple[str, ...]:
     """The attention of each layer, from `layer_types` or from the published `compress_ratios`."""
     layers, ratios = config.size("num_hidden_layers"), config.ints("compress_ratios", ())
-    if not ratios:
+    if not ratios or config.values.get("layer_types") is not None:
         return layer_types(config, (), tuple(BY_RATIO.values()))
     for ratio in ratios:
         if ratio not in BY_RATIO:
@@ -71,21 +82,19 @@ def _kinds(config: Fields) -> tuple[str, ...]:
 
 
 def _routing(config: Fields) -> tuple[str, ...]:
-    layers, hashed = config.size("num_hidden_layers"), config.count("num_hash_layers", 3)
+    layers, hashed = config.size("num_hidden_layers"), config.count("num_hash_layers")
     default = tuple(HASHED if i < hashed else SCORED for i in range(layers))
     return layer_types(config, default, (HASHED, SCORED), name="mlp_layer_types")
 
 
 def _attention(config: Fields, norm: RMSNorm) -> dict[str, CompressedAttention]:
     """The three kinds. Layers that see a compressed past have rotary positions of their own, scaled by YaRN."""
-    only_one = config.size("num_key_value_heads", 1)
-    if only_one != 1:
-        raise config.unsupported("num_key_value_heads", only_one, (1,))
+    only(config, "num_key_value_heads", 1)
     head_dim, rank = config.size("head_dim"), config.size("q_lora_rank")
     main, compressed = _rope(config, "main", head_dim), _rope(config, "compress", head_dim)
     rates = config.group("compress_rates")
-    csa = rates.size(SPARSE, config.size("compress_rate_csa", 4))
-    hca = rates.size(HEAVY, config.size("compress_rate_hca", 128))
+    csa = config.size("compress_rate_csa", rates.size(SPARSE, 4))
+    hca = config.size("compress_rate_hca", rates.size(HEAVY, 128))
 
     def compressor(ratio: int, dim: int, overlap: bool) -> Compressor:
         return Compressor(compress_ratio=ratio, head_dim=dim, overlap=overlap, rope=compressed, norm=norm)
@@ -95,7 +104,7 @@ def _attention(config: Fields, norm: RMSNorm) -> dict[str, CompressedAttention]:
             num_heads=config.size("num_attention_heads"),
             head_dim=head_dim,
             q_lora_rank=rank,
-            sliding_window=config.size("sliding_window", 128),
+            sliding_window=config.size("sliding_window"),
             rope=positions,
             norm=norm,
             o_groups=config.size("o_groups"),
@@ -104,9 +113,9 @@ def _attention(config: Fields, norm: RMSNorm) -> dict[str, CompressedAttention]:
         )
 
     indexer = Indexer(
-        num_heads=config.size("index_n_heads", 64),
-        top_k=config.size("index_topk", 512),
-        compressor=compressor(csa, config.size("index_head_dim", 128), True),
+        num_heads=config.size("index_n_heads"),
+        top_k=config.size("index_topk"),
+        compressor=compressor(csa, config.size("index_head_dim"), True),
         q_lora_rank=rank,
     )
     return {
@@ -118,24 +127,25 @@ def _attention(config: Fields, norm: RMSNorm) -> dict[str, CompressedAttention]:
 
 def _rope(config: Fields, kind: str, head_dim: int) -> Rope:
     """`rope_parameters.main` and `.compress`, or what published files say in their stead."""
-    values = dict(config.group("rope_parameters").group(kind).values)
-    if not values:
-        if kind == "main":
-            values = {"rope_theta": config.number("rope_theta", 10000.0)}
-        else:
-            scaling = config.group("rope_scaling").values
-            values = dict(scaling) | {"rope_theta": config.number("compress_rope_theta", 160000.0)}
-    # YaRN's factor for cosines and sines is not used unless it is spelled out.
-    values = {"attention_factor": 1.0} | values
-    part = config.size("qk_rope_head_dim", 64) / head_dim
+    both = config.group("rope_parameters")
     context = {"max_position_embeddings": config.size("max_position_embeddings")}
-    found = rope(config.of({"rope_parameters": values} | context, config.where), head_dim, partial_rotary_factor=part)
+    if both.values.keys() >= KINDS_OF_ROPE and not config.group("rope_scaling").values:
+        part = both.group(kind)
+        values = {**part.values, "partial_rotary_factor": part.number("partial_rotary_factor")}
+    else:
+        share = config.number("partial_rotary_factor", config.size("qk_rope_head_dim", head_dim // 8) / head_dim)
+        values = {"partial_rotary_factor": share, "rope_theta": config.number("rope_theta")}
+        if kind == "compress":
+            # YaRN's factor for cosines and sines is not used unless it is spelled out.
+            theta = config.number("compress_rope_theta")
+            values = {"attention_factor": 1.0, **rope_group(config).values, **values, "rope_theta": theta}
+    found = rope(config.of({"rope_parameters": values, **context}, config.where), head_dim)
     return replace(found, layout="pairs", rotated="last")
 
 
 def _moe(config: Fields, hashed: bool) -> MoESpec:
-    activation, width = Activation(limit=config.number("swiglu_limit", 10.0)), config.size("moe_intermediate_size")
-    shared = DenseSpec(width=width * config.size("n_shared_experts", 1), activation=activation)
+    activation, width = Activation(limit=config.number("swiglu_limit")), config.size("moe_intermediate_size")
+    shared = DenseSpec(width=width, activation=activation)
     return MoESpec(
         router=router(
             config,
@@ -145,7 +155,7 @@ def _moe(config: Fields, hashed: bool) -> MoESpec:
             hashed=config.size("vocab_size") if hashed else None,
             normalize=True,
             eps=1e-20,
-            scale=config.number("routed_scaling_factor", 1.5),
+            scale=config.number("routed_scaling_factor"),
             rounded=False,
         ),
         width=width,
@@ -239,4 +249,22 @@ OWN = Names(
     | {"mixer.indexer.q_b": f"{INDEXER}.q_b_proj.weight", "router.table": "mlp.gate.tid2eid"}
     | {"mixer.indexer.weights_proj": f"{INDEXER}.scorer.weights_proj.weight"},
 )
-FAMILY = Family(spec=deepseek_v4, names=PUBLISHED, dialects=(SAVED, SAVED_WITHOUT_HEAD, OWN))
+FAMILY = Family(
+    spec=deepseek_v4,
+    names=PUBLISHED,
+    dialects=(SAVED, SAVED_WITHOUT_HEAD, OWN),
+    defaults={
+        **DEFAULTS,
+        "compress_rope_theta": 160000.0,
+        "hc_mult": 4,
+        "hc_eps": 1e-6,
+        "hc_sinkhorn_iters": 20,
+        "num_hash_layers": 3,
+        "sliding_window": 128,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 512,
+        "swiglu_limit": 10.0,
+        "routed_scaling_factor": 1.5,
+    },
+)

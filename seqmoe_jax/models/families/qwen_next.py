@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from seqmoe_jax.fields import Fields
 from seqmoe_jax.models.families.common import (
+    DEFAULTS,
     Family,
     dense_mlp,
     gqa,
@@ -19,7 +20,6 @@ from seqmoe_jax.models.mixers import Mixer
 from seqmoe_jax.models.mixers.gated_delta_net import GatedDeltaNet
 from seqmoe_jax.models.mlp import DenseSpec, SharedSpec
 from seqmoe_jax.models.naming import LAYER, Names
-from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -31,37 +31,47 @@ def qwen3_next(config: Fields) -> ModelSpec:
         config,
         "qwen3_next",
         grouped=True,
-        normalize=config.flag("norm_topk_prob", True),
+        normalize=config.flag("norm_topk_prob"),
         sparse=sparse_layers(config),
     )
 
 
 def qwen3_5_moe(config: Fields) -> ModelSpec:
-    """The text part of a model that may have a vision tower; weights of experts are always normalised."""
-    text = config.group("text_config")
-    if text.values:
-        # What concerns all parts stands beside the text part.
-        shared = ("quantization_config", "dtype", "torch_dtype", "tie_word_embeddings")
-        outer = {name: config.values[name] for name in shared if name in config.values}
-        config = text.of(outer | dict(text.values), text.where)
+    """Weights of experts are always normalised."""
     layers = config.size("num_hidden_layers")
     return _model(config, "qwen3_5_moe", grouped=False, normalize=True, sparse=(True,) * layers)
 
 
+def text_part(config: Fields) -> Fields:
+    """The text part of a model that may have a vision tower.
+
+    Of what concerns all parts, the text part's own word counts, but that either says that head and embedding are tied
+    is enough: transformers has a class that goes by the one and a class that goes by the other, and a head of its
+    own in the files counts more than both.
+    """
+    text = config.group("text_config")
+    if not text.values:
+        return config
+    outer = {name: config.values[name] for name in ("quantization_config", "dtype", "torch_dtype")
+             if name in config.values}  # fmt: skip
+    tied = any(part.flag("tie_word_embeddings", False) for part in (config, text))
+    return config.of(outer | dict(text.values) | {"tie_word_embeddings": tied}, text.where)
+
+
 def _model(config: Fields, family: str, *, grouped: bool, normalize: bool, sparse: tuple[bool, ...]) -> ModelSpec:
-    only(config, "hidden_act", "silu", "silu")
-    only(config, "attention_bias", False, False)
-    norm = RMSNorm(eps=config.number("rms_norm_eps", 1e-6), zero_centered=True)
+    only(config, "hidden_act", "silu")
+    only(config, "attention_bias", False)
+    norm = rms_norm(config, zero_centered=True)
     mixers: dict[str, Mixer] = {
         LINEAR: _delta_net(config, grouped),
-        FULL: gqa(config, theta=1e7, partial_rotary_factor=0.25, norm=norm, qk_norm="head", output_gate=True),
+        FULL: gqa(config, partial=True, norm=norm, qk_norm="head", output_gate=True),
     }
     moe = MoESpec(
         router=router(config, "num_experts", "num_local_experts", normalize=normalize),
         width=config.size("moe_intermediate_size"),
         shared=SharedSpec(mlp=DenseSpec(width=config.size("shared_expert_intermediate_size")), gated=True),
     )
-    interval, count = config.size("full_attention_interval", 4), config.size("num_hidden_layers")
+    interval, count = config.size("full_attention_interval"), config.size("num_hidden_layers")
     default = tuple(LINEAR if (i + 1) % interval else FULL for i in range(count))
     layers = tuple(
         LayerSpec(norm=norm, mixer=mixers[kind], mlp=moe if has_experts else dense_mlp(config))
@@ -79,7 +89,7 @@ def _delta_net(config: Fields, grouped: bool) -> GatedDeltaNet:
         num_v_heads=num_v_heads,
         head_k_dim=config.size("linear_key_head_dim"),
         head_v_dim=config.size("linear_value_head_dim"),
-        conv_kernel_size=config.size("linear_conv_kernel_dim", 4),
+        conv_kernel_size=config.size("linear_conv_kernel_dim"),
         norm=rms_norm(config),
         grouped=grouped,
     )
@@ -94,5 +104,10 @@ DELTA_NET = {
     "mixer.out": "linear_attn.out_proj.weight",
 }
 LAYERS = LAYER | SHARED | DELTA_NET
-NEXT = Family(spec=qwen3_next, names=Names(layer=LAYERS))
-QWEN3_5 = Family(spec=qwen3_5_moe, names=Names(layer=LAYERS))
+COMMON = {**DEFAULTS, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "linear_conv_kernel_dim": 4}
+NEXT = Family(
+    spec=qwen3_next,
+    names=Names(layer=LAYERS),
+    defaults={**COMMON, "norm_topk_prob": True, "decoder_sparse_step": 1},
+)
+QWEN3_5 = Family(spec=qwen3_5_moe, names=Names(layer=LAYERS), text=text_part, defaults=COMMON)
