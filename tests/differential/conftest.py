@@ -1,0 +1,24 @@
+"""The tiny checkpoints are those of `tests/families`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "families"))
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def bases(tmp_path_factory):
+    """A family's tiny checkpoint, made when it is first asked for."""
+    from checkpoints import make
+
+    made = {}
+
+    def base(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp("base") / family
+            make(family, made[family])
+        return made[family]
+
+    return base
