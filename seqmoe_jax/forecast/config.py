@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from seqmoe_jax.errors import PredictorError
+from seqmoe_jax.fields import Fields, Range
 from seqmoe_jax.forecast.features import FIRST_ROW
 from seqmoe_jax.forecast.mamba2 import Mamba2Config
 
+# What a size of a predictor may be; others are from 1 to `fields.SIZES`.
+RANGES: dict[str, Range] = {
+    "layers": (1, 512), "experts": (1, 1 << 13), "active": (1, 1 << 13), "d_model": (1, 1 << 14), "blocks": (1, 64),
+    "expand": (1, 16), "head_dim": (1, 1 << 12), "d_state": (1, 1 << 12), "vocabulary": (0, 1 << 24),
+    "token_rows": (1, 1 << 24), "token_width": (1, 1 << 14), "echo": (0, 1 << 16), "power": (0.01, 10.0),
+    "refine_width": (1, 1 << 16), "discount": (0.0, 1.0),
+}  # fmt: skip
 INPUTS = ("activations", "activations+token")
 
 
@@ -100,9 +108,16 @@ class PredictorConfig:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> PredictorConfig:
-        """The inverse of `dataclasses.asdict`; a missing or unknown field is a `PredictorError`."""
+    def from_dict(cls, values: Mapping[str, Any], where: str = "the predictor's configuration") -> PredictorConfig:
+        """The inverse of `dataclasses.asdict`. Raises `PredictorError`, which begins with `where`, for a field that is
+        missing, unknown, or not what it must be."""
+        fields = Fields(values, where, ranges=RANGES, error=PredictorError)
+        known = dataclasses.fields(cls)
+        fields.only(*(field.name for field in known))
+        read: dict[str, Callable[[str], Any]] = {"str": fields.text, "int": fields.size, "float": fields.number}
+        needed = [field for field in known if field.default is dataclasses.MISSING]
+        given = [field for field in known if field.name in values or field in needed]
         try:
-            return cls(**fields)
-        except TypeError as error:
-            raise PredictorError(f"not a predictor's configuration: {error}") from error
+            return cls(**{field.name: read[str(field.type)](field.name) for field in given})
+        except PredictorError as error:
+            raise error if str(error).startswith(where) else PredictorError(f"{where}: {error}") from None

@@ -22,10 +22,8 @@ from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.forecast.heads import Inputs, embed, heads, refine
 from seqmoe_jax.forecast.mamba2 import Mamba2, linear_init
 from seqmoe_jax.forecast.noise import Noise, drop, regularise
+from seqmoe_jax.forecast.tensors import BESIDE
 
-# A stored predictor has these beside its weights: the embedding row of every token id, and how often each expert is
-# used in prompts [L, E].
-BESIDE = ("token_table", "popularity")
 ODDS_SCALE = 1.8  # Training begins here; the shipped predictors ended between 1.77 and 2.06.
 
 

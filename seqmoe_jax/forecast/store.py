@@ -8,6 +8,7 @@ Tensors are named as in the predictor's plain pytree, those of block i with `blo
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as serialize
 
 from seqmoe_jax.errors import PredictorError
+from seqmoe_jax.fields import shown
 from seqmoe_jax.forecast.config import PredictorConfig, short_name
+from seqmoe_jax.forecast.tensors import check_tensors
+from seqmoe_jax.inputs import check_file, parse_json
 from seqmoe_jax.outputs.files import writing
 from seqmoe_jax.outputs.runs import Run, from_json, to_json
 
@@ -88,24 +92,32 @@ def read_run(directory: Path) -> Run | None:
 
 def load(directory: Path, *, dtype: Any = np.float32) -> tuple[PredictorConfig, dict[str, Any]]:
     """The configuration and the plain pytree, matrices in `dtype`. Raises `PredictorError`."""
-    paths = _parts(directory)
-    config: PredictorConfig | None = None
     flat: dict[str, np.ndarray] = {}
-    for path in paths:
+    found = []
+    for path in (paths := _parts(directory)):
         metadata, tensors = _read(path)
-        config = _config(directory, metadata)
-        if int(metadata.get("parts", 0)) != len(paths):
-            expected = metadata.get("parts", 0)
-            raise PredictorError(f"{directory}: expected {expected} parts of a predictor, found {len(paths)}")
-        flat |= tensors
-    assert config is not None
+        found.append(_config(directory, metadata))
+        if metadata.get("parts") != str(len(paths)) or found[0] != found[-1]:
+            parts = shown(metadata.get("parts"))
+            raise PredictorError(f"{directory}: expected {parts} parts of one predictor, found {len(paths)} files")
+        flat |= {_newer(name): tensor for name, tensor in tensors.items()}
+    config = found[0]
+    try:
+        check_tensors(config, flat)
+    except PredictorError as error:
+        raise PredictorError(f"{directory}: {error}") from None
     weights: dict[str, Any] = {"blocks": [{} for _ in range(config.blocks)]}
     for name, value in flat.items():
         value = value.astype(dtype) if value.dtype == ml_dtypes.bfloat16 else value
         *block, name = name.split(".")
-        into = weights["blocks"][int(block[1])] if block else weights
-        into[FORMER_NAMES.get(name, name)] = value
+        (weights["blocks"][int(block[1])] if block else weights)[name] = value
     return config, weights
+
+
+def _newer(name: str) -> str:
+    """The name that a tensor goes by now."""
+    block, dot, own = name.rpartition(".")
+    return block + dot + FORMER_NAMES.get(own, own)
 
 
 def read_config(directory: str | Path) -> PredictorConfig:
@@ -114,7 +126,8 @@ def read_config(directory: str | Path) -> PredictorConfig:
 
 
 def _parts(directory: str | Path) -> list[Path]:
-    paths = sorted(Path(directory).glob("predictor-*.safetensors"))
+    # `glob` itself raises for a name that is too long.
+    paths = sorted(Path(directory).glob("predictor-*.safetensors")) if os.path.isdir(directory) else []
     if not paths:
         raise PredictorError(f"{directory}: no predictor here, expected predictor-1.safetensors, ...")
     return paths
@@ -122,25 +135,31 @@ def _parts(directory: str | Path) -> list[Path]:
 
 def _read(path: Path, *, tensors: bool = True) -> tuple[dict[str, str], dict[str, np.ndarray]]:
     """Metadata and tensors of a file."""
+    check_file(path, "a predictor file", PredictorError)
     try:
         with safe_open(path, framework="numpy") as file:
             names = file.keys() if tensors else []
             return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
-    except SafetensorError as error:
+    except (SafetensorError, OSError, TypeError, ValueError) as error:  # the middle two for formats that NumPy has not
         raise PredictorError(f"{path}: not a predictor file ({error})") from error
 
 
 def _config(directory: str | Path, metadata: Mapping[str, str]) -> PredictorConfig:
     if "seqmoe_predictor" not in metadata:
         raise PredictorError(f"{directory}: expected a predictor, got safetensors files of something else")
-    try:
-        fields = json.loads(metadata["seqmoe_predictor"])
-        fields = {FORMER_NAMES.get(name, name): value for name, value in fields.items()}
-        if (retention := fields.pop("retention", None)) is not None:  # formerly a list of kinds of scores
+    where = f"{directory}: the predictor's configuration"
+    fields = parse_json(metadata["seqmoe_predictor"], where, error=PredictorError)
+    if not isinstance(fields, dict):
+        raise PredictorError(f"{where}: expected an object, got {shown(fields)}")
+    fields = {FORMER_NAMES.get(name, name): value for name, value in fields.items()}
+    if (retention := fields.pop("retention", None)) is not None:  # formerly a list of kinds of scores
+        try:
             [fields["discount"]] = [score["discount"] for score in retention if score["kind"] == "next"]
-        return PredictorConfig.from_dict(fields)
-    except ValueError as error:
-        raise PredictorError(f"{directory}: not a predictor's configuration: {error}") from error
+        except (KeyError, TypeError, ValueError):
+            raise PredictorError(
+                f"{where}: expected retention scores of one kind 'next', got {shown(retention)}"
+            ) from None
+    return PredictorConfig.from_dict(fields, where)
 
 
 def find_predictor(model: str | Path, *, layers: int, experts: int, active: int) -> Path | None:

@@ -79,7 +79,7 @@ def test_a_stored_predictor_forecasts_the_same(weights, tmp_path):
     exact = forecasts_of(config, weights | {"token_table": TABLE}, held, rollout=2)
     np.testing.assert_allclose(said.next, exact.next, atol=0.05)
     paths[1].unlink()
-    with pytest.raises(PredictorError, match="parts of a predictor, found"):
+    with pytest.raises(PredictorError, match="parts of one predictor, found"):
         store.load(tmp_path)
     paths[0].write_bytes(b"nothing")
     with pytest.raises(PredictorError, match="not a predictor file"):
@@ -195,7 +195,7 @@ def test_errors_are_one_line(tmp_path):
         command.evaluate(parse(command.add_evaluate_arguments, tmp_path / "T.npz", "--split", "dev"))
     with pytest.raises(PredictorError, match="is for model 'some/model', got 'x'"):
         CONFIG.check(layers=3, experts=8, active=2, model="x")
-    with pytest.raises(PredictorError, match="not a predictor's configuration"):
+    with pytest.raises(PredictorError, match="field 'model' is missing"):
         PredictorConfig.from_dict({"layers": 3})
     with pytest.raises(PredictorError, match="inputs must be one of"):
         dataclasses.replace(CONFIG, inputs="tokens")
