@@ -43,7 +43,7 @@ def copy(tmp_path_factory):
         ("pallas_kernels/layout.py", "seqmoe_jax.errors"),
         ("seqmoe_jax/models/spec.py", "seqmoe_jax.checkpoints.resolve"),
         ("seqmoe_jax/decode/__init__.py", "seqmoe_jax.engine"),
-        ("seqmoe_jax/serving/protocol.py", "seqmoe_jax.cli.main"),
+        ("seqmoe_jax/serving/query.py", "seqmoe_jax.cli.main"),
         ("seqmoe_jax/traces/format.py", "seqmoe_jax.forecast.config"),
         ("seqmoe_jax/forecast/store.py", "seqmoe_jax.traces.format"),
         ("seqmoe_jax/simulation/settings.py", "seqmoe_jax.forecast.store"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -10,33 +11,42 @@ from seqmoe_jax.cli.arguments import add_load_arguments, add_options, generate_o
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.options import GenerateOptions
 
+LAST_STEP = 5.0  # seconds for the step that runs to end
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_load_arguments(parser, batch=True)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)")
     add("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    names = (
+        "name that requests may ask for as their host, besides localhost; several times for several, '*' for any "
+        "(default: any, but on this machine's own address none, lest a web page reads answers)"
+    )
+    add("--allow-host", action="append", default=[], metavar="NAME", help=names)
     unsaid = "where a request says nothing: the model's generation_config.json (default), or greedy"
     add_options(parser, GenerateOptions, ["sampling"], default="model", help=unsaid)
 
 
 def run(args: argparse.Namespace) -> int:
     try:
-        from seqmoe_jax.serving.server import Server, Service, bind
+        from seqmoe_jax.serving.hosts import answered_hosts
+        from seqmoe_jax.serving.listener import Server, bind
+        from seqmoe_jax.serving.server import Service
     except ModuleNotFoundError as error:
         raise ConfigError(f"serving needs the package {error.name}: pip install 'seqmoe-jax[serve]'") from None
     with bind(args.host, args.port) as listening:  # a port that is taken shows before a model is loaded
         engine = load_engine(args, progress=True)
         name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
-        service = Service(engine, name=name, sampling=generate_options(args).sampling_over(engine.defaults))
         host, port = listening.getsockname()[:2]
+        sampling = generate_options(args).sampling_over(engine.defaults)
+        service = Service(engine, name=name, sampling=sampling, hosts=answered_hosts(host, [args.host, *args.allow_host]
+                          if args.allow_host else []))  # fmt: skip
         address = f"[{host}]" if ":" in host else host
         print(f"seqmoe: {name} at http://{address}:{port}/v1 (Ctrl-C ends it)", file=sys.stderr, flush=True)
-        try:
-            Server(service).run(sockets=[listening])
-        except KeyboardInterrupt:  # raised again once everything has ended
-            pass
-        finally:
-            service.scheduler.close()
-    print("seqmoe: ended", file=sys.stderr)
+        Server(service).run(sockets=[listening])
+    ended = service.scheduler.join(LAST_STEP)
+    print("seqmoe: ended", file=sys.stderr, flush=True)
+    if not ended:  # a compilation, which nothing can interrupt; Python would wait for it
+        os._exit(0)
     return 0

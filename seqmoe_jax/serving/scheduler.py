@@ -1,7 +1,7 @@
 """One engine for many callers: a queue, and a thread that decodes what waits in it, a batch at a time.
 
-First come, first served. A batch is the first request and those behind it that can be decoded with it, up to the
-engine's `max_batch`; nothing joins a batch that has begun.
+First come, first served. A batch is the first job and those behind it that can be decoded with it, up to the engine's
+`max_batch`; nothing joins a batch that has begun.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ log = logging.getLogger("seqmoe_jax")
 
 @dataclass(eq=False, kw_only=True)
 class Job:
-    """A request and where its pieces go, on the scheduler's thread: one per token, or an error in their place."""
+    """One prompt and where its pieces go, on the scheduler's thread: one per token, or an error in their place."""
 
     request: Request
     deliver: Callable[[Piece | Exception], None]
     cancelled: bool = False  # set by anyone, at any time: nobody waits for it any more
+    _group: object = None  # jobs that were submitted together have the same
 
 
 class RequestScheduler:
-    """Runs jobs on an engine until it is closed."""
+    """Runs jobs on an engine until it is closed. `most_waiting`: submissions that may wait, each of many jobs."""
 
     def __init__(self, engine: Engine, *, most_waiting: int = 64):
         self._engine, self._most = engine, most_waiting
@@ -41,36 +42,46 @@ class RequestScheduler:
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queues jobs, all or none. Raises `PromptError` for one that cannot run, `ServerError` if there is no room."""
+        """Queues jobs, all or none. Raises what the engine would for one that cannot run, and `ServerError` where too
+        many wait or the scheduler is closed."""
         for job in jobs:
             self._engine.token_engine.check([job.request.tokens], [job.request.max_new_tokens])
         with self._changed:
             if self._closed:
                 raise ServerError("the server is shutting down")
-            if len(self._waiting) + len(jobs) > self._most:
-                raise ServerError(
-                    f"{len(self._waiting)} requests are waiting, {self._most} at most may; try again later"
-                )
+            waiting = len({id(job._group) for job in self._waiting if not job.cancelled})
+            if waiting >= self._most:
+                raise ServerError(f"{waiting} requests are waiting, {self._most} at most may; try again later")
+            group = object()
+            for job in jobs:
+                job._group = group
             self._waiting.extend(jobs)
             self._changed.notify()
 
     def load(self) -> dict[str, int]:
         """How many jobs run and how many wait."""
         with self._changed:
-            return {"running": len(self._running), "waiting": len(self._waiting)}
+            return {"running": len(self._running), "waiting": sum(not job.cancelled for job in self._waiting)}
 
-    def close(self, timeout: float | None = None) -> None:
-        """Ends what runs after the step it is in, refuses what waits, and waits for the thread (seconds)."""
+    def close(self) -> None:
+        """Tells whoever waits for a job that there will be no more of it, at once: what runs may be in a compilation of
+        minutes. The thread ends after the step it is in, see `join`."""
         with self._changed:
             self._closed = True
+            told = [job for job in (*self._running, *self._waiting) if not job.cancelled]
             self._changed.notify()
+        for job in told:
+            job.cancelled = True
+            job.deliver(ServerError("the server is shutting down"))
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Waits for the thread (seconds); whether it has ended."""
         self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _work(self) -> None:
         while batch := self._next():
             self._serve(batch)
-        for job in self._waiting:
-            job.deliver(ServerError("the server is shutting down"))
 
     def _next(self) -> list[Job]:
         """The next batch, taken off the queue; none when closed."""
@@ -96,14 +107,19 @@ class RequestScheduler:
         try:
             run = self._engine.run([job.request for job in batch])
             for piece in run:
-                batch[piece.sequence].deliver(piece)
+                self._deliver(batch[piece.sequence], piece)
                 if piece.finish_reason is not None:
                     unfinished.discard(piece.sequence)
                 for index, job in enumerate(batch):
-                    if job.cancelled or self._closed:
+                    if job.cancelled:
                         run.drop(index)
         except Exception as error:
             log.exception("a generation failed")
             fault = error
         for index in unfinished:
-            batch[index].deliver(fault)
+            self._deliver(batch[index], fault)
+
+    @staticmethod
+    def _deliver(job: Job, item: Piece | Exception) -> None:
+        if not job.cancelled:
+            job.deliver(item)

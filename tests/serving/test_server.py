@@ -4,72 +4,18 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 from http.client import HTTPConnection
 
 import pytest
-
-pytest.importorskip("uvicorn")
-pytest.importorskip("starlette")
+from client import HELLO, JSON, call, events, post
 
 from seqmoe_jax.errors import ConfigError, PromptError, ServerError
 from seqmoe_jax.generation import Run
 from seqmoe_jax.options import SamplingConfig
-from seqmoe_jax.serving.protocol import parse
+from seqmoe_jax.serving.listener import bind
+from seqmoe_jax.serving.query import parse
 from seqmoe_jax.serving.scheduler import Job
-from seqmoe_jax.serving.server import Server, Service, bind
-from seqmoe_jax.testing import tiny_engine
-from seqmoe_jax.text import Chat
-
-HELLO = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module")
-def engine():
-    engine = tiny_engine(residency=0.5, max_batch=2)
-    engine.chat = Chat(render=lambda messages: "".join(message["content"] + "\n" for message in messages))
-    return engine
-
-
-@pytest.fixture(scope="module")
-def service(engine):
-    return Service(engine, name="tiny", sampling=SamplingConfig())
-
-
-@pytest.fixture(scope="module")
-def port(service):
-    server = Server(service)
-    with bind("127.0.0.1", 0) as listening:
-        thread = threading.Thread(target=server.run, kwargs=dict(sockets=[listening]))
-        thread.start()
-        yield listening.getsockname()[1]
-        server.stop()
-        thread.join(20.0)
-        assert not thread.is_alive()
-    service.scheduler.close(20.0)
-
-
-def call(port, method, path, body=None):
-    connection = HTTPConnection("127.0.0.1", port, timeout=120)
-    connection.request(method, path, body if isinstance(body, (bytes, type(None))) else json.dumps(body))
-    response = connection.getresponse()
-    data = response.read()
-    connection.close()
-    return response.status, data
-
-
-def post(port, path, **body):
-    status, data = call(port, "POST", path, body)
-    return status, json.loads(data)
-
-
-def events(port, path, **body):
-    status, data = call(port, "POST", path, body | {"stream": True})
-    assert status == 200, data
-    lines = [line.removeprefix("data: ") for line in data.decode().split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 def test_it_says_what_it_serves(port):
@@ -144,14 +90,14 @@ def test_several_prompts_are_decoded_together(port, engine):
         ("/v1/completions", {"prompt": "a", "max_tokens": 10**6}, 400, "context"),
         ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
         ("/v1/completions", {"prompt": "a", "temperature": "hot"}, 400, "temperature"),
-        ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "field 'max_tokens' must be positive, got 0"),
-        ("/v1/completions", {"prompt": "a", "top_k": True}, 400, "the request: field 'top_k' must be int, got True"),
-        ("/v1/completions", {"prompt": "a", "stream": "yes"}, 400, "field 'stream' must be bool, got 'yes'"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens must be an integer from 1 to"),
+        ("/v1/completions", {"prompt": "a", "top_k": True}, 400, "top_k must be an integer from -1 to"),
+        ("/v1/completions", {"prompt": "a", "stream": "yes"}, 400, "stream must be true or false, got 'yes'"),
         ("/v1/completions", {"prompt": [10**9]}, 400, "vocabulary"),
         ("/v1/completions", {"prompt": "a", "n": 2}, 400, "n is not supported"),
         ("/v1/completions", {"prompt": "a", "stop": [""], "stream": True}, 400, "stop"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}, 3]}, 400, "message 1"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}, 3]}, 400, "messages[1]"),
         ("/v1/chat/completions", {"messages": HELLO, "tools": [{"type": "function"}]}, 400, "tools"),
         ("/v1/chat/completions", {"messages": HELLO * 2000, "stream": True}, 400, "context"),
         ("/v1/embeddings", {}, 404, "/v1/embeddings"),
@@ -176,7 +122,9 @@ class Slowly(Run):
 def test_a_client_that_leaves_ends_its_generation(port, engine, service, monkeypatch, stream):
     monkeypatch.setattr(engine, "run", lambda requests: Slowly(engine.token_engine, engine.tokenizer, (), requests))
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("POST", "/v1/chat/completions", json.dumps(dict(messages=HELLO, max_tokens=200, stream=stream)))
+    connection.request(
+        "POST", "/v1/chat/completions", json.dumps(dict(messages=HELLO, max_tokens=200, stream=stream)), JSON
+    )
     if stream:
         response = connection.getresponse()
         response.readline()
@@ -191,10 +139,18 @@ def test_a_client_that_leaves_ends_its_generation(port, engine, service, monkeyp
     assert 0 < engine.stats.new_tokens < 200
 
 
+def ignore(piece):
+    pass
+
+
 def test_what_cannot_run_is_refused_at_once(service, engine):
     request = engine.request("abc", max_new_tokens=2)
-    with pytest.raises(ServerError, match="at most"):
-        service.scheduler.submit([Job(request=request, deliver=print)] * 65)
+    jobs = [Job(request=request, deliver=ignore) for _ in range(100)]
+    with pytest.raises(ServerError, match="64 at most"):  # noqa: PT012  some of them begin meanwhile
+        for job in jobs:
+            service.scheduler.submit([job])
+    for job in jobs:
+        job.cancelled = True
     with pytest.raises(PromptError, match="context"):
         service.scheduler.submit([Job(request=engine.request("abc", max_new_tokens=10**6), deliver=print)])
 
@@ -203,7 +159,7 @@ def test_numbers_override_what_the_server_starts_from(engine):
     base = SamplingConfig(temperature=0.7, top_k=40)
 
     def sampling(**body):
-        return parse({"prompt": "a", **body}, engine, base, chat=False).requests[0].sampling
+        return parse({"prompt": "a", **body}, engine, base, model="tiny", chat=False).requests[0].sampling
 
     first, second = sampling(), sampling()
     assert (first.temperature, first.top_k) == (0.7, 40)

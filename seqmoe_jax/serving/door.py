@@ -1,0 +1,64 @@
+"""What stands before the routes: the host that is asked for, and answers that come before the end of a body."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from seqmoe_jax.serving import answers
+from seqmoe_jax.serving.hosts import is_answered
+from seqmoe_jax.serving.limits import Limits
+
+
+class Door:
+    """An application behind these checks. `hosts`: those it answers to, None: all."""
+
+    def __init__(self, app: ASGIApp, *, hosts: frozenset[str] | None, limits: Limits):
+        self._app, self._hosts, self._limits = app, hosts, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = _Exchange(scope, receive, send, self._limits.linger)
+        app: ASGIApp = self._app
+        host = Headers(scope=scope).get("host")
+        if not is_answered(host, self._hosts):
+            app = answers.refused(
+                f"this server does not answer to the host {str(host)[:100]!r}; ask for localhost, or start it with "
+                "--allow-host NAME",
+                status=421,
+            )
+        await app(scope, exchange.receive, exchange.send)
+
+
+class _Exchange:
+    """A request and its answer. Where the answer comes first, the rest of the body is read for a while: a socket that
+    is closed with bytes unread takes the answer with it."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, linger: float):
+        headers = Headers(scope=scope)
+        self._receive, self._send, self._linger = receive, send, linger
+        self._whole = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+        self._early = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._whole = not message.get("more_body", False)  # nor does more come of one that has left
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and not self._whole:
+            self._early = True
+            headers = [*message.get("headers", []), (b"connection", b"close")]
+            message = {**message, "headers": headers}
+        if self._early and message["type"] == "http.response.body" and not message.get("more_body"):
+            await self._send({**message, "more_body": True})
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._linger):
+                    while not self._whole:
+                        await self.receive()
+            end: dict[str, Any] = {"type": "http.response.body", "body": b""}
+            message = end
+        await self._send(message)

@@ -1,0 +1,140 @@
+"""From the JSON of a request to what the engine is asked: `/v1/completions` and `/v1/chat/completions`.
+
+Reference: OpenAI, "API reference", completions and chat; `fields` has every field.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from seqmoe_jax.api import Engine
+from seqmoe_jax.errors import ConfigError, PromptError
+from seqmoe_jax.fields import shown
+from seqmoe_jax.generation import Request
+from seqmoe_jax.options import SamplingConfig
+from seqmoe_jax.serving.fields import read_fields
+from seqmoe_jax.serving.lengths import check_messages_length, check_text_length, new_tokens
+from seqmoe_jax.serving.refusal import Refusal
+
+MAX_TOKENS = 16  # of a completion that gives no number; a chat gets what the context leaves (both as OpenAI has it)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Query:
+    """What a body asks for. With `usage` a stream ends with a chunk that counts tokens."""
+
+    chat: bool
+    model: str
+    requests: list[Request]
+    stream: bool
+    usage: bool
+    id: str
+    created: int
+
+
+def parse(body: Any, engine: Engine, base: SamplingConfig, *, model: str, chat: bool) -> Query:
+    """Reads a body of `/v1/chat/completions` (`chat`) or `/v1/completions`; `base` gives the sampling it leaves open.
+
+    Raises `Refusal`, which names the field.
+    """
+    if not isinstance(body, dict):
+        raise Refusal("the body must be a JSON object")
+    given = read_fields(body, chat=chat)
+    if (wanted := given.get("model", model)) != model:
+        raise Refusal(
+            f"the model {wanted[:100]!r} does not exist; this server has {model!r}",
+            param="model", status=404, code="model_not_found",
+        )  # fmt: skip
+    name, most = _most_new_tokens(given)
+    requests = [_conversation(given, engine)] if chat else _prompts(given, engine)
+    paths = ["messages"] if chat else _paths(len(requests))
+    requests = [
+        replace(
+            request,
+            max_new_tokens=new_tokens(
+                path, request.tokens, most, engine, name=name, usual=None if chat else MAX_TOKENS
+            ),
+            sampling=_sampling(given, base),
+            stop=tuple(given.get("stop", ())),
+        )
+        for path, request in zip(paths, requests, strict=True)
+    ]
+    return Query(
+        chat=chat,
+        model=model,
+        requests=requests,
+        stream=given.get("stream", False),
+        usage=given.get("stream_options.include_usage", False),
+        id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
+        created=int(time.time()),
+    )
+
+
+def _most_new_tokens(given: Mapping[str, Any]) -> tuple[str, int | None]:
+    """The number that was asked for, and under which of its two names."""
+    names = [name for name in ("max_completion_tokens", "max_tokens") if name in given]
+    if len({given[name] for name in names}) == 2:
+        raise Refusal("max_tokens and max_completion_tokens are two names of one number; give one", param="max_tokens")
+    return (names[0], given[names[0]]) if names else ("max_tokens", None)
+
+
+def _sampling(given: Mapping[str, Any], base: SamplingConfig) -> SamplingConfig:
+    """`base` with the numbers that are given; without a seed every prompt draws its own."""
+    numbers = {name: given[name] for name in ("temperature", "top_p", "min_p", "top_k") if name in given}
+    if "top_k" in numbers:
+        numbers["top_k"] = max(0, numbers["top_k"])
+    seed = given.get("seed", -1)
+    return base.override(**numbers, seed=secrets.randbits(32) if seed == -1 else seed % 2**32)
+
+
+def _conversation(given: Mapping[str, Any], engine: Engine) -> Request:
+    messages = given.get("messages")
+    if messages is None:
+        raise Refusal('messages must be a list such as [{"role": "user", "content": "Hello"}]', param="messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            path = f"messages[{index}]"
+            raise Refusal(f'{path} must be an object with a "role" and a "content", got {shown(message)}', param=path)
+    options = dict(given.get("chat_template_kwargs", {}))
+    check_messages_length(messages, options, engine)
+    if "reasoning_effort" in given:
+        if options.get("reasoning_effort", given["reasoning_effort"]) != given["reasoning_effort"]:
+            raise Refusal(
+                "chat_template_kwargs has another reasoning_effort; give it once", param="chat_template_kwargs"
+            )
+        options["reasoning_effort"] = given["reasoning_effort"]
+    try:
+        return engine.request(messages=messages, chat_options=options)
+    except (PromptError, ConfigError) as error:
+        message = re.sub(r"\bmessage (\d+)\b", r"messages[\1]", str(error))
+        named = re.search(r"messages\[\d+\]", message)
+        raise Refusal(message, param=named.group() if named else "messages") from None
+
+
+def _prompts(given: Mapping[str, Any], engine: Engine) -> list[Request]:
+    prompts: Sequence[str | list[int]] = given.get("prompt", ())
+    if not prompts:
+        raise Refusal("prompt is missing: give text or token ids", param="prompt")
+    requests = []
+    vocabulary = engine.token_engine.model.spec.vocab
+    for path, prompt in zip(_paths(len(prompts)), prompts, strict=True):
+        if not prompt:
+            raise Refusal(f"{path} is empty: give at least one character or token", param=path)
+        if isinstance(prompt, str):
+            check_text_length(path, prompt, engine)
+        elif not all(0 <= token < vocabulary for token in prompt):
+            raise Refusal(f"{path} has a token id outside of the vocabulary of {vocabulary}", param=path)
+        try:
+            requests.append(engine.request(prompt))
+        except (PromptError, ConfigError) as error:
+            raise Refusal(f"{path}: {error}", param=path) from None
+    return requests
+
+
+def _paths(count: int) -> list[str]:
+    return ["prompt"] if count == 1 else [f"prompt[{index}]" for index in range(count)]
