@@ -28,9 +28,10 @@ def examine() -> dict[str, Any]:
     device = jax.devices()[0]
     memories = sorted(memory.kind for memory in device.addressable_memories())
     stats = device.memory_stats() or {}
+    cache = cache_fault = None
     try:
+        cache = cache_directory()
         enable_compilation_cache()
-        cache_fault = None
     except ConfigError as error:
         cache_fault = str(error)
     return {
@@ -46,9 +47,9 @@ def examine() -> dict[str, Any]:
         "pinned_limit_gb": os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"),
         "host_to_device": link_bandwidth(device) if "pinned_host" in memories else None,
         "kernels": default_implementation(),
-        "compilation_cache": str(cache_directory() / "xla"),
+        "compilation_cache": None if cache is None else str(cache / "xla"),
         "compilation_cache_fault": cache_fault,
-        "cache_free": _free(cache_directory()),
+        "cache_free": None if cache is None else _free(cache),
         "presets": preset_names(),
     }
 

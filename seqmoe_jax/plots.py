@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
 
 from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.outputs.files import check_file, writing
+from seqmoe_jax.outputs.runs import Run, check_replaced, from_json, to_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -16,22 +20,41 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".svg", ".pdf")
 DPI = 160
+MOST_BYTES = 64 << 20  # of an image that is read to see what it is
 # Okabe and Ito's colours, told apart by colour-blind readers too; black is left for limits that nothing can reach.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vP"
 LIMITS = ("belady", "belady-8")  # policies that know the future
 
 
-def check_output(path: Path, option: str = "--out") -> None:
-    """Raises `ConfigError` where no figure can be written there."""
+def check_output(path: Path, run: Run, *, force: bool) -> None:
+    """Raises `ConfigError` or `OutputError` where no figure of this run can be written."""
     if path.suffix not in FORMATS:
-        raise ConfigError(f"{option} {path}: expected a name that ends in {', '.join(FORMATS)}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{option} {path}: no directory {path.parent}")
+        raise ConfigError(f"{path}: expected a name that ends in {', '.join(FORMATS)}")
+    check_file(path)
+    check_replaced(path, "figure of `seqmoe plot`", read_run, run, force=force)
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         raise ConfigError("plots need matplotlib: pip install 'seqmoe-jax[plot]'") from None
+
+
+def write(path: Path, figure: Figure, run: Run) -> None:
+    """The figure as an image that says in its keywords which run it is of. Raises `OutputError`."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # a name with dollars is no formula
+    with writing(path) as file:
+        about = {"Keywords": f"seqmoe-run:{quote(to_json(run), safe='')}"}
+        figure.savefig(file, format=path.suffix[1:], dpi=DPI, metadata=about)
+
+
+def read_run(path: Path) -> Run | None:
+    """The run that an image is of, None where it does not say."""
+    with path.open("rb") as file:
+        said = re.search(rb"seqmoe-run:([\w.~%-]+)", file.read(MOST_BYTES))
+    return from_json(unquote(said[1].decode())) if said else None
 
 
 def recall_figure(rows: Mapping[str, Any], split: str | None = None) -> Figure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 from seqmoe_jax.errors import ConfigError
@@ -16,7 +17,16 @@ def preset_names() -> list[str]:
 
 def preset_path(name: str) -> Path:
     """The file of a preset. Raises `ConfigError` with the names there are."""
-    for place in _PLACES:
-        if (place / f"{name}.json").is_file():
-            return place / f"{name}.json"
-    raise ConfigError(f"unknown preset {name!r}: expected one of {', '.join(preset_names())}")
+    names = preset_names()
+    if name not in names:  # also where a path leads to some other file
+        raise ConfigError(f"unknown preset {name!r}{did_you_mean(name)}: expected one of {', '.join(names)}")
+    return next(place / f"{name}.json" for place in _PLACES if (place / f"{name}.json").is_file())
+
+
+def did_you_mean(model: str) -> str:
+    """What somebody may have meant who wrote a model that is not there, to end a sentence with; empty if nothing."""
+    names = preset_names()
+    if model in names:
+        return f"; {model} is a preset: add --random-weights (random_weights=True)"
+    close = difflib.get_close_matches(model.lower(), [*names, "demo"], n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else ""

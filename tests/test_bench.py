@@ -58,10 +58,17 @@ def test_what_cannot_be_stretched_is_refused(trace):
         replay_of(trace, same, 10, least=10**6)
 
 
-def test_the_command_reports_every_setting(capsys):
+def test_the_command_reports_every_setting(capsys, tmp_path):
     arguments = ["bench", "demo", "--residency", "0.3", "1", "--policies", "lru", "--predictor", "none"]
-    assert main([*arguments, "--steps", "6", "--repeats", "1", "--json"]) == 0
+    more = ["--steps", "6", "--repeats", "1", "--json", "--out", str(tmp_path / "b.json")]
+    assert main([*arguments, *more]) == 0
     result = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "b.json").read_text()) == result
+    assert main([*arguments, *more, "--temperature", "1"]) == 2
+    assert "has a benchmark of another run (temperature 0.0 there, 1.0 here)" in capsys.readouterr().err
+    (tmp_path / "b.json").write_text("notes")
+    assert main([*arguments, *more]) == 2
+    assert "b.json is there already and is no benchmark" in capsys.readouterr().err
     lru, full = result["rows"]
     assert (full["name"], lru["name"]) == ("full", "lru")
     assert full["hit_rate"] == 1

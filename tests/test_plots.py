@@ -114,23 +114,65 @@ def test_a_benchmark_has_a_line_per_setting_and_a_stack_per_profile(tmp_path, ca
     ("words", "message"),
     [
         (["heatmap", EXCERPT, "--out", "x.bmp"], "expected a name that ends in .png, .svg, .pdf"),
-        (["heatmap", EXCERPT, "--out", "no/x.png"], "no directory no"),
+        (["heatmap", EXCERPT, "--out", "no/x.png"], ": no directory "),
         (["heatmap", EXCERPT, "--out", "x.png", "--sequence", "999"], "--sequence must be from 0 to"),
         (["heatmap", "none.npz", "--out", "x.png"], "expected a trace file, got no such file"),
-        (["hit-rate", EXCERPT, "--out", "x.png", "--residencies", "2"], "residency must be in (0, 1], got 2.0"),
-        (["recall", "none.json", "--out", "x.png"], "expected the JSON of an evaluation"),
-        (["bench", EXCERPT, "--out", "x.png"], "expected the JSON of `seqmoe bench --out`"),
-        (["recall", EXCERPT, "--out", "x.png"], "expected the JSON of an evaluation"),
+        (
+            ["hit-rate", EXCERPT, "--out", "x.png", "--residencies", "2"],
+            "--residencies: must be above 0 and at most 1, got 2",
+        ),
+        (["recall", "none.json", "--out", "x.png"], "none.json: expected a JSON file, got no such file"),
+        (["bench", EXCERPT, "--out", "x.png"], "expected UTF-8 JSON"),
+        (["recall", EXCERPT, "--out", "x.png"], "expected UTF-8 JSON"),
+        (["bench", "EVALUATION", "--out", "x.png"], "expected the JSON of `seqmoe bench --out`"),
+        (["recall", "EVALUATION", "--out", "EVALUATION"], "expected a name that ends in .png"),
+        (["recall", "EVALUATION", "--out", "photo.png"], "photo.png is there already and is no figure"),
+        (["heatmap", EXCERPT, "--out", "."], "is a directory"),
         (["recall", "EVALUATION", "--out", "x.png", "--split", "dev"], "has no split 'dev': expected one of test, ood"),
     ],
 )
 def test_faults_are_one_line(evaluation, tmp_path, monkeypatch, capsys, words, message):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "photo.png").write_bytes(b"\x89PNG and so on")
     status, out, err = plot(capsys, *[str(evaluation) if word == "EVALUATION" else word for word in words])
     assert (status, out) == (2, "")
     assert message in err
     assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+def test_a_figure_replaces_the_same_figure_alone(evaluation, tmp_path, capsys, kind):
+    pytest.importorskip("matplotlib")
+    words = ["recall", evaluation, "--out", tmp_path / f"r.{kind}"]
+    assert plot(capsys, *words)[0] == 0
+    assert plot(capsys, *words)[0] == 0, "the same again"
+    status, _, err = plot(capsys, *words, "--split", "ood")
+    assert (status, 'figure of `seqmoe plot` of another run (split null there, "ood" here)' in err) == (2, True), err
+    assert plot(capsys, "heatmap", EXCERPT, "--out", tmp_path / f"r.{kind}")[0] == 2
+    assert plot(capsys, *words, "--split", "ood", "--force")[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluation.json", f"r.{kind}"]
+
+
+def test_names_with_dollars_are_no_formulas(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "e.json").write_text(json.dumps({"predictors": {"$\\frac{": row(0.6)}}))
+    assert plot(capsys, "recall", tmp_path / "e.json", "--out", tmp_path / "r.svg")[0] == 0
+    assert "$" in (tmp_path / "r.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    "damaged", [{"predictors": []}, {"predictors": {"a": []}}, {"splits": []}, {"splits": {"a": 3}},
+                {"predictors": {"a": row(float("nan"))}}, {"predictors": {"a": row(0.5, refined={"trigger": 1e9})}},
+                {"rows": 3}, {"rows": [3]}, {"rows": [{"name": "lru"}], "model": "m", "device": "d", "repeats": 1}],
+)  # fmt: skip
+def test_damaged_results_are_one_line(tmp_path, capsys, damaged):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "d.json").write_text(json.dumps(damaged))
+    for kind in ("recall", "bench"):
+        status, out, err = plot(capsys, kind, tmp_path / "d.json", "--out", tmp_path / "r.svg")
+        assert (status, out, len(err.splitlines())) == (2, "", 1), err
+        assert "d.json" in err
 
 
 def test_without_matplotlib_it_says_what_to_install(evaluation, tmp_path, monkeypatch, capsys):

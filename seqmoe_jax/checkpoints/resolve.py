@@ -12,6 +12,7 @@ from typing import Any
 
 from seqmoe_jax.errors import CheckpointError, ConfigError, SeqMoEError
 from seqmoe_jax.inputs import MAX_INDEX, read_json
+from seqmoe_jax.presets import did_you_mean
 
 PATTERNS = (
     "*.json",
@@ -41,7 +42,7 @@ def resolve_model(model: str | Path) -> Path:
     if isinstance(model, Path) or not HUB_ID.fullmatch(model):
         raise CheckpointError(
             f"{model}: expected a model directory, a Hugging Face id like 'owner/name' or 'demo', got no "
-            "such directory; check the path"
+            f"such directory{did_you_mean(str(model)) or '; check the path'}"
         )
     return _from_hub(model)
 

@@ -3,28 +3,75 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, get_args
 
-from seqmoe_jax.options import EngineKeywords, EngineOptions, GenerateOptions, Scheduler, meanings
+from seqmoe_jax.cli.terminal import text
+from seqmoe_jax.errors import OutputError
+from seqmoe_jax.options import MAX_BATCH, EngineKeywords, EngineOptions, GenerateOptions, Scheduler, meanings
+from seqmoe_jax.outputs.files import check_file
+from seqmoe_jax.outputs.runs import Run
 
 if TYPE_CHECKING:
     from seqmoe_jax.api import Engine
 
 MODEL = "directory, Hugging Face id, 'demo' (default), or a preset"
+MOST = 2**31 - 1  # of whatever an option counts
 SAMPLING = ("sampling", "temperature", "top_k", "top_p", "min_p", "seed")
 
 
-def residency(text: str) -> float | str:
-    if text == "least":
-        return text
+def number(word: str) -> float:
+    """A finite number. What range an option has is said where it is."""
     try:
-        return float(text)
+        if math.isfinite(value := float(word)):
+            return value
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number in (0, 1] or 'least', got {text!r}") from None
+        pass
+    raise argparse.ArgumentTypeError(f"must be a number, got {word!r}")
+
+
+def integer(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:  # also of thousands of digits
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {word!r}") from None
+
+
+def number_above(low: float | int, most: float | int = MOST) -> Callable[[str], float]:
+    """The type of an argument that is a finite number above `low` and at most `most`."""
+
+    def parse(word: str) -> float:
+        if low < (value := number(word)) <= most:
+            return value
+        raise argparse.ArgumentTypeError(f"must be above {low:g} and at most {most}, got {word}")
+
+    return parse
+
+
+def integer_from(least: int, most: int = MOST) -> Callable[[str], int]:
+    """The type of an argument that is a whole number from `least` to `most`."""
+
+    def parse(word: str) -> int:
+        if least <= (value := integer(word)) <= most:
+            return value
+        raise argparse.ArgumentTypeError(f"must be from {least} to {most}, got {word}")
+
+    return parse
+
+
+positive, natural, batch = integer_from(1), integer_from(0), integer_from(1, MAX_BATCH)
+above_zero, share = number_above(0), number_above(0, 1)
+
+
+def residency(word: str) -> float | str:
+    try:
+        return word if word == "least" else number(word)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"must be a number in (0, 1] or 'least', got {word!r}") from None
 
 
 # How the fields of options are written as arguments.
@@ -34,23 +81,23 @@ _WRITTEN: dict[str, dict[str, Any]] = {
     "policy": dict(metavar="NAME"),
     "predictor": dict(metavar="auto|DIR|none"),
     "transfers": dict(metavar="ENGINE"),
-    "max_batch": dict(type=int, metavar="B"),
-    "context": dict(type=int, metavar="N"),
+    "max_batch": dict(type=integer, metavar="B"),
+    "context": dict(type=integer, metavar="N"),
     "dtype": dict(),
     "kernels": dict(choices=["xla", "gpu", "tpu"]),
     "decode_kernels": dict(action=argparse.BooleanOptionalAction),
     "scheduler": dict(choices=get_args(Scheduler)),
-    "tasks": dict(type=int, metavar="N"),
-    "threshold": dict(type=float, metavar="P"),
+    "tasks": dict(type=integer, metavar="N"),
+    "threshold": dict(type=number, metavar="P"),
     "refine": dict(action=argparse.BooleanOptionalAction),
-    "max_new_tokens": dict(type=int, metavar="N"),
-    "stop": dict(action="append", metavar="TEXT"),
+    "max_new_tokens": dict(type=integer, metavar="N"),
+    "stop": dict(action="append", type=text, metavar="TEXT"),
     "sampling": dict(choices=["greedy", "model"]),
-    "temperature": dict(type=float),
-    "top_k": dict(type=int),
-    "top_p": dict(type=float),
-    "min_p": dict(type=float),
-    "seed": dict(type=int),
+    "temperature": dict(type=number),
+    "top_k": dict(type=integer),
+    "top_p": dict(type=number),
+    "min_p": dict(type=number),
+    "seed": dict(type=integer),
 }
 
 
@@ -64,9 +111,9 @@ def add_options(
     said = meanings(options)
     for field in fields(options):
         if field.name in names:
-            text = said[field.name].replace("%", "%%").rstrip(".")
+            meaning = said[field.name].replace("%", "%%").rstrip(".")
             shown = "" if field.default is None else " (default: %(default)s)"
-            arguments = {"default": field.default, "help": text + shown} | changed
+            arguments = {"default": field.default, "help": meaning + shown} | changed
             name = flag or "--" + field.name.replace("_", "-")
             parser.add_argument(name, dest=field.name, **_WRITTEN[field.name] | arguments)
 
@@ -104,21 +151,32 @@ def generate_options(args: argparse.Namespace, **given: Any) -> GenerateOptions:
     return GenerateOptions(**{**chosen, **given})
 
 
-def output(text: str) -> Path:
-    """Where a result goes. A name that ends in a slash, which a path does not keep, is one of a directory."""
-    if not text or text.endswith("/"):
-        raise argparse.ArgumentTypeError(f"must be the name of a file, got {text!r}")
-    return Path(text)
+def output(word: str) -> Path:
+    """The file that a result goes to, which can be written."""
+    try:
+        check_file(word)
+    except OutputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(word)
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace what is there of another kind or run")
 
 
-def add_json(parser: argparse.ArgumentParser, text: str = "machine-readable output") -> None:
-    parser.add_argument("--json", action="store_true", help=text)
+def add_json(parser: argparse.ArgumentParser, said: str = "machine-readable output") -> None:
+    parser.add_argument("--json", action="store_true", help=said)
 
 
 def progress_of(args: argparse.Namespace) -> bool | None:
     """Whether loading shows what it does: on a terminal, and where people read the output."""
     return True if sys.stderr.isatty() or not args.json else None
+
+
+def run_of(args: argparse.Namespace, **more: Any) -> Run:
+    """What a result depends on that a command writes: its arguments, but those that say where it goes."""
+    said = {name: value for name, value in vars(args).items() if name not in _WHERE and not callable(value)}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in (said | more).items()}
+
+
+_WHERE = ("out", "plot", "json", "force")

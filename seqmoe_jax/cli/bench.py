@@ -10,9 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqmoe_jax.bench.settings import VARIANTS, settings_of
-from seqmoe_jax.cli.arguments import add_json, add_options
+from seqmoe_jax.cli.arguments import (
+    add_force,
+    add_json,
+    add_options,
+    batch,
+    natural,
+    number,
+    output,
+    positive,
+    run_of,
+    share,
+)
 from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.inputs import read_json
 from seqmoe_jax.options import EngineOptions
+from seqmoe_jax.outputs.files import write_text
+from seqmoe_jax.outputs.runs import Run, check_replaced
 
 if TYPE_CHECKING:
     from seqmoe_jax.decode.replay import Replay
@@ -26,18 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--replay", metavar="T.npz", help="routing forced on the model; without it the model routes")
     add("--split", help="sequences of this split of the trace alone, such as test")
     add_options(parser, EngineOptions, ["predictor", "kernels", "decode_kernels"])
-    add("--residency", type=float, nargs="+", default=[1.0, 0.45, 0.25])
+    add("--residency", type=share, nargs="+", default=[1.0, 0.45, 0.25])
     add("--policies", nargs="+", default=["lru", "evict", "dma"], choices=list(VARIANTS), metavar="NAME",
         help=f"what to compare: {', '.join(VARIANTS)}")  # fmt: skip
-    add("--batch", type=int, nargs="+", default=[1])
-    add("--steps", type=int, default=512, help="decode steps of each run (default: 512)")
-    add("--repeats", type=int, default=3, help="runs after the one that warms up (default: 3)")
-    add("--temperature", type=float, default=0.0, help="0 (default) is greedy; without --replay, random weights then "
+    add("--batch", type=batch, nargs="+", default=[1])
+    add("--steps", type=positive, default=512, help="decode steps of each run (default: 512)")
+    add("--repeats", type=natural, default=3, help="runs after the one that warms up (default: 3)")
+    add("--temperature", type=number, default=0.0, help="0 (default) is greedy; without --replay, random weights then "
         "repeat one token, and so one set of experts")  # fmt: skip
-    add("--shares", type=int, nargs="?", const=2**31, default=0, metavar="N", help="profile one more run of every "
+    add("--shares", type=natural, nargs="?", const=2**31, default=0, metavar="N", help="profile one more run of every "
         "setting (N: the last N steps of it): time by class and kernel")  # fmt: skip
-    add("--out", type=Path, metavar="FILE.json", help="written after every row")
-    add("--plot", type=Path, metavar="FILE", help="speed against residency, and time shares: .png, .svg or .pdf")
+    add("--out", type=output, metavar="FILE.json", help="written after every row")
+    add("--plot", type=output, metavar="FILE", help="speed against residency, and time shares: .png, .svg or .pdf")
+    add_force(parser)
     add_json(parser, "the result as JSON on standard output")
 
 
@@ -47,15 +62,18 @@ def run(args: argparse.Namespace) -> int:
     from seqmoe_jax.bench.measure import measure
     from seqmoe_jax.bench.shares import describe
 
+    made_by = run_of(args)
+    if args.out:
+        check_replaced(args.out, "benchmark", read_run, made_by, force=args.force)
     if args.plot:
-        plots.check_output(args.plot, "--plot")
+        plots.check_output(args.plot, made_by, force=args.force)
     model, load_s = _load(args)
     predictor, replay = _routing(args, model)
     settings = settings_of(args.policies, args.residency, args.batch)
     without = {setting.name for setting in settings if setting.predicted and predictor is None}
     if without:
         raise ConfigError(f"{', '.join(sorted(without))} need a predictor; give --predictor DIR")
-    result = _about(args, model, predictor, replay) | {"load_s": round(load_s, 1), "rows": []}
+    result = _about(args, model, predictor, replay) | {"load_s": round(load_s, 1), "run": made_by, "rows": []}
 
     def say(text: str) -> None:
         print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
@@ -81,12 +99,22 @@ def run(args: argparse.Namespace) -> int:
         else:
             say(line(row) if row["shares"] is None else f"{line(row)}\n{describe(row)}")
         if args.out:
-            args.out.write_text(json.dumps(result, indent=1))
+            write_text(args.out, json.dumps(result, indent=1))
     if args.plot and any("error" not in row for row in result["rows"]):
-        plots.bench_figure(result).savefig(args.plot, dpi=plots.DPI)
+        plots.write(args.plot, plots.bench_figure(result), made_by)
     if args.json:
         print(json.dumps(result))
     return 1 if any("error" in row for row in result["rows"]) else 0
+
+
+def read_run(path: Path) -> Run | None:
+    """The run of what `--out` wrote: empty where it does not say, None where the file is something else."""
+    try:
+        said = read_json(path)
+    except ConfigError:
+        return None
+    run = said.get("run")
+    return (run if isinstance(run, dict) else {}) if isinstance(said.get("rows"), list) else None
 
 
 def _load(args: argparse.Namespace) -> tuple[Model, float]:

@@ -16,6 +16,7 @@ from seqmoe_jax.cli.arguments import (
     load_engine,
     progress_of,
 )
+from seqmoe_jax.cli.terminal import text
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.options import GenerateOptions
 
@@ -26,9 +27,15 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_load_arguments(parser)
-    add("--prompt", action="append", required=True, help="text to continue; give it again for a batch of up to 8")
+    add(
+        "--prompt",
+        action="append",
+        type=text,
+        required=True,
+        help="text to continue; give it again for a batch of up to 8",
+    )
     add("--chat", action="store_true", help="prompts are a user's messages, to be answered by the chat template")
-    add("--system", metavar="TEXT", help="with --chat: the system message before them")
+    add("--system", type=text, metavar="TEXT", help="with --chat: the system message before them")
     add("--chat-option", action="append", default=[], type=_chat_option, metavar="NAME=VALUE",
         help="with --chat: an option of the template, such as enable_thinking=false; may be repeated")  # fmt: skip
     add_options(parser, GenerateOptions, ["max_new_tokens"])
@@ -66,14 +73,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _chat_option(text: str) -> tuple[str, Any]:
+def _chat_option(word: str) -> tuple[str, Any]:
     """`NAME=VALUE`; a value that is JSON (a number, true, ...) is that, any other is text."""
-    name, equals, value = text.partition("=")
+    name, equals, value = text(word).partition("=")
     if not name or not equals:
-        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {word!r}")
     try:
         return name, json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return name, value
 
 

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from seqmoe_jax.cli.arguments import add_force, add_json
-from seqmoe_jax.errors import PredictorError
+from seqmoe_jax.cli.arguments import add_force, add_json, integer_from, natural, positive, share
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,22 +19,34 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         "until then are in DIR.parts")  # fmt: skip
     add("--model", metavar="ID", help="the model that the trace is of (default: what the trace says)")
     add("--inputs", choices=["activations", "activations+token"], default="activations+token")
-    add("--width", type=int, default=640, metavar="D", help="width of the Mamba2 blocks (default: 640)")
-    add("--blocks", type=int, default=2, metavar="N")
-    add("--token-width", type=int, default=96, metavar="N", help="width of a token's embedding (default: 96)")
-    add("--refine-width", type=int, default=768, metavar="N", help="of the mid-step refinement (default: 768)")
-    add("--echo", type=int, default=512, metavar="STEPS", help="searched for an earlier use of a token (default: 512)")
-    add("--updates", type=int, default=600, metavar="N", help="at most; early stopping may end it before")
-    add("--batch", type=int, default=16, metavar="B", help="sequences per update (default: 16)")
-    add("--window", type=int, default=512, metavar="STEPS", help="longest part of a sequence in it (default: 512)")
-    add("--learning-rate", type=float, default=2e-3, metavar="RATE", help="at its highest (default: 2e-3)")
-    add("--sampled-updates", type=int, metavar="N", help="of scheduled sampling after it, 0: none (default: 0.4 of "
+    add("--width", type=positive, default=640, metavar="D", help="width of the Mamba2 blocks (default: 640)")
+    add("--blocks", type=positive, default=2, metavar="N")
+    add("--token-width", type=positive, default=96, metavar="N", help="width of a token's embedding (default: 96)")
+    add("--refine-width", type=positive, default=768, metavar="N", help="of the mid-step refinement (default: 768)")
+    add(
+        "--echo",
+        type=natural,
+        default=512,
+        metavar="STEPS",
+        help="searched for an earlier use of a token (default: 512)",
+    )
+    add("--updates", type=positive, default=600, metavar="N", help="at most; early stopping may end it before")
+    add("--batch", type=positive, default=16, metavar="B", help="sequences per update (default: 16)")
+    add(
+        "--window",
+        type=integer_from(32),
+        default=512,
+        metavar="STEPS",
+        help="longest part of a sequence in it (default: 512)",
+    )
+    add("--learning-rate", type=share, default=2e-3, metavar="RATE", help="at its highest (default: 2e-3)")
+    add("--sampled-updates", type=natural, metavar="N", help="of scheduled sampling after it, 0: none (default: 0.4 of "
         "the updates)")  # fmt: skip
-    add("--teachers", type=int, default=0, metavar="N", help="predictors of different seeds that are trained first; "
+    add("--teachers", type=natural, default=0, metavar="N", help="predictors of other seeds that are trained first; "
         "the predictor learns from their mean forecasts too (default: 0)")  # fmt: skip
-    add("--stop-at", type=float, metavar="SHARE", help="train on all of split `train` and end after this share of the "
+    add("--stop-at", type=share, metavar="SHARE", help="train on all of split `train` and end after this share of the "
         "updates, such as 0.75 (default: hold out a tenth and stop early)")  # fmt: skip
-    add("--seed", type=int, default=0)
+    add("--seed", type=natural, default=0)
     add("--restart", action="store_true", help="do not go on from the checkpoints of a run that was killed")
     add_force(parser)
     add_json(parser)
@@ -47,7 +58,7 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--predictor", default="none", metavar="auto|DIR|none", help="'auto': the one that ships; default: none")
     add("--model", metavar="ID", help="the model that the trace is of (default: what the trace says)")
     add("--split", default="test", help="sequences to evaluate on (default: test)")
-    add("--trigger", type=int, metavar="M", help="layer of the mid-step refinement (default: L/2)")
+    add("--trigger", type=natural, metavar="M", help="layer of the mid-step refinement (default: L/2)")
     add_json(parser)
 
 
@@ -84,7 +95,6 @@ def train(args: argparse.Namespace) -> int:
     from seqmoe_jax.forecast.training.pipeline import check_output, train_predictor
     from seqmoe_jax.traces.format import read_trace
 
-    _check_training(args)
     check_output(args.out, force=args.force)
 
     @contextlib.contextmanager
@@ -132,19 +142,6 @@ def train(args: argparse.Namespace) -> int:
     for name, split in evaluation["splits"].items():
         print(f"{name}\n{table(split['predictors'])}")
     return 0
-
-
-def _check_training(args: argparse.Namespace) -> None:
-    least = {"updates": 1, "batch": 1, "window": 32, "token_width": 1, "refine_width": 1}
-    least |= dict.fromkeys(("echo", "teachers", "sampled_updates"), 0)
-    for name, lowest in least.items():
-        value = getattr(args, name)
-        if value is not None and value < lowest:
-            raise PredictorError(f"--{name.replace('_', '-')} must be at least {lowest}, got {value}")
-    if not 0 < args.learning_rate < 1:
-        raise PredictorError(f"--learning-rate must be above 0 and below 1, got {args.learning_rate}")
-    if args.stop_at is not None and not 0 < args.stop_at <= 1:
-        raise PredictorError(f"--stop-at must be above 0 and at most 1, got {args.stop_at}")
 
 
 def _logger(args: argparse.Namespace) -> Callable[[str], None]:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
+from seqmoe_jax.cli.arguments import above_zero, add_json, natural, number, positive, share
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.simulation.settings import CHUNKS, Prefetcher, SimulatedPolicy, Simulation, beyond_paper, threshold_for
 
@@ -24,44 +25,46 @@ ROLLOUT = 7  # steps beyond the coming one that policy `seqmoe-rollout` scores b
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("trace", metavar="T.npz", help="expert activations, as `seqmoe trace` records them")
-    add("--residency", type=float, nargs="+", required=True, metavar="R", help="share of all experts that have a slot")
+    add("--residency", type=share, nargs="+", required=True, metavar="R", help="share of all experts that have a slot")
     add("--policy", nargs="+", choices=get_args(SimulatedPolicy), default=["lru"], metavar="P",
         help=f"what is evicted, of {', '.join(get_args(SimulatedPolicy))} (default: lru)")  # fmt: skip
     add("--prefetcher", nargs="+", choices=get_args(Prefetcher), default=["none"], metavar="P",
         help=f"what is moved ahead, of {', '.join(get_args(Prefetcher))} (default: none)")  # fmt: skip
     link = parser.add_argument_group("link")
-    link.add_argument("--transfer-cost", type=float, nargs="+", metavar="RHO", help="transfer / layer compute time")
-    link.add_argument("--expert-bytes", type=float, metavar="BYTES", help="instead: size of an expert,")
-    link.add_argument("--bandwidth", type=float, metavar="GB/S", help="speed of the link,")
-    link.add_argument("--layer-time", type=float, metavar="US", help="and compute time of a layer in microseconds")
+    link.add_argument(
+        "--transfer-cost", type=above_zero, nargs="+", metavar="RHO", help="transfer / layer compute time"
+    )
+    link.add_argument("--expert-bytes", type=above_zero, metavar="BYTES", help="instead: size of an expert,")
+    link.add_argument("--bandwidth", type=above_zero, metavar="GB/S", help="speed of the link,")
+    link.add_argument("--layer-time", type=above_zero, metavar="US", help="and compute time of a layer in microseconds")
     add("--split", help="sequences of this split alone, such as test")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--predictor", metavar="auto|first-order|DIR", help="whose forecasts to use; 'auto': the one "
         "that ships; 'first-order': statistics of the split train")  # fmt: skip
     source.add_argument("--forecasts", metavar="F.npz", help="instead: forecasts made for exactly these sequences")
     add("--model", metavar="ID", help="the model that the trace is of (default: what the trace says)")
-    add("--skip", type=int, default=500, metavar="N", help="first steps that are not counted (default: 500)")
+    add("--skip", type=natural, default=500, metavar="N", help="first steps that are not counted (default: 500)")
     add("--threshold", type=_threshold, metavar="P", help="least confidence of a prefetch, or 'auto' (default: 0)")
-    add("--extra-tasks", type=int, metavar="N", help="prefetch candidates per layer beyond K (default: 3)")
+    add("--extra-tasks", type=natural, metavar="N", help="prefetch candidates per layer beyond K (default: 3)")
     add("--beyond", action="store_true", help="all of the options below that gain, set for this link")
     beyond = parser.add_argument_group("beyond the paper")
     beyond.add_argument("--early", action="store_true", help="forecast the next step's lower layers in mid-step")
     beyond.add_argument("--refine", action="store_true", help="forecast this step's upper layers anew in mid-step")
-    beyond.add_argument("--chunks", type=int, metavar="N", help="parts of a transfer between which a miss interrupts")
+    beyond.add_argument(
+        "--chunks", type=positive, metavar="N", help="parts of a transfer between which a miss interrupts"
+    )
     beyond.add_argument("--compare", action="store_true", help="a newcomer must be worth more than what it evicts")
-    beyond.add_argument("--keep", type=float, metavar="W", help="weight of later use against use in this step")
+    beyond.add_argument("--keep", type=number, metavar="W", help="weight of later use against use in this step")
     beyond.add_argument("--late", action="store_true", help="count what an incomplete transfer saves")
-    beyond.add_argument("--horizon", type=int, metavar="N", help="steps beyond the running one that get tasks")
-    add("--json", action="store_true", help="machine-readable output: an object, or a list where there are several")
+    beyond.add_argument("--horizon", type=natural, metavar="N", help="steps beyond the running one that get tasks")
+    add_json(parser, "machine-readable output: an object, or a list where there are several")
 
 
-def _threshold(text: str) -> float | str:
-    if text == "auto":
-        return text
+def _threshold(word: str) -> float | str:
     try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number or 'auto', got {text!r}") from None
+        return word if word == "auto" else number(word)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"must be a number or 'auto', got {word!r}") from None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -151,8 +154,8 @@ def transfer_costs(args: argparse.Namespace) -> list[float]:
         return list(args.transfer_cost)
     if all(part is None for part in parts):
         return [1.0]
-    if any(part is None or part <= 0 for part in parts):
-        raise ConfigError("--expert-bytes, --bandwidth and --layer-time go together, each above 0")
+    if any(part is None for part in parts):
+        raise ConfigError("--expert-bytes, --bandwidth and --layer-time go together")
     return [args.expert_bytes / (args.bandwidth * 1e9) / (args.layer_time * 1e-6)]
 
 

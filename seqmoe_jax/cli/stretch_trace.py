@@ -10,8 +10,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING
 
-from seqmoe_jax.cli.arguments import add_force, add_json, output
-from seqmoe_jax.outputs.files import check_file
+from seqmoe_jax.cli.arguments import add_force, add_json, output, positive
 from seqmoe_jax.outputs.runs import check_replaced, to_json
 
 if TYPE_CHECKING:
@@ -21,11 +20,11 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("trace", metavar="T.npz", help="expert activations, as `seqmoe trace` records them")
-    add("--layers", type=int, required=True, metavar="L", help="MoE layers of the larger shape")
-    add("--experts", type=int, required=True, metavar="E", help="experts of a layer")
-    add("--active", type=int, required=True, metavar="K", help="experts that a token activates in a layer")
+    add("--layers", type=positive, required=True, metavar="L", help="MoE layers of the larger shape")
+    add("--experts", type=positive, required=True, metavar="E", help="experts of a layer")
+    add("--active", type=positive, required=True, metavar="K", help="experts that a token activates in a layer")
     add("--model", metavar="ID", help="what the file calls the model (default: stretched-LxExK)")
-    add("--train-steps", type=int, metavar="N", help="keep about N steps of the split train, for a smaller file")
+    add("--train-steps", type=positive, metavar="N", help="keep about N steps of the split train, for a smaller file")
     add("--out", type=output, required=True, metavar="S.npz")
     add_force(parser)
     add_json(parser)
@@ -37,7 +36,6 @@ def run(args: argparse.Namespace) -> int:
     from seqmoe_jax.traces.format import read_run, read_trace, write_trace
     from seqmoe_jax.traces.stretch import stretch
 
-    check_file(args.out)
     check_replaced(args.out, "trace", read_run, force=args.force)
     trace = read_trace(args.trace)
     name = args.model or f"stretched-{args.layers}x{args.experts}x{args.active}"

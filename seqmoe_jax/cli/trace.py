@@ -15,11 +15,14 @@ from seqmoe_jax.cli.arguments import (
     add_json,
     add_load_arguments,
     add_sampling_arguments,
+    batch,
     generate_options,
+    integer_from,
     load_engine,
     output,
     progress_of,
 )
+from seqmoe_jax.cli.terminal import text
 
 if TYPE_CHECKING:
     from seqmoe_jax.api import Engine
@@ -34,9 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "if wanted, 'split' and 'temperature'")  # fmt: skip
     add("--out", type=output, required=True, metavar="T.npz", help="what is done so far is kept in T.npz.parts")
     add("--chat", action="store_true", help="prompts are a user's messages, to be answered by the chat template")
-    add("--max-new-tokens", type=int, default=256, metavar="N", help="per prompt, at most (default: 256)")
-    add("--batch", type=int, default=8, metavar="B", help="sequences decoded together, 1 to 8 (default: 8)")
-    add("--name", metavar="ID", help="what the trace calls the model (default: MODEL, of a path its last part)")
+    add("--max-new-tokens", type=integer_from(2), default=256, metavar="N", help="per prompt, at most (default: 256)")
+    add("--batch", type=batch, default=8, metavar="B", help="sequences decoded together, 1 to 8 (default: 8)")
+    add(
+        "--name",
+        type=text,
+        metavar="ID",
+        help="what the trace calls the model (default: MODEL, of a path its last part)",
+    )
     add_force(parser)
     add_json(parser)
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from seqmoe_jax.errors import OutputError
+from seqmoe_jax.errors import ConfigError, OutputError
+from seqmoe_jax.inputs import read_json
 from seqmoe_jax.outputs.files import reason_of, write_text
-from seqmoe_jax.outputs.runs import Run, differences, from_json, to_json
+from seqmoe_jax.outputs.runs import Run, differences, to_json
 
 LOCK, RUN = "lock", "run.json"
 
@@ -65,7 +66,7 @@ def check_parts(out: Path) -> None:
 def _claim(directory: Path, run: Run, *, force: bool, restart: bool) -> None:
     """Leaves parts of this run alone in the directory."""
     there = directory / RUN
-    other = differences((from_json(there.read_bytes()) if there.is_file() else None) or {}, run)
+    other = differences(_run_of(there), run)
     kept = [path for path in directory.iterdir() if path.name not in (LOCK, RUN)]
     if kept and other and not (force or restart):
         raise OutputError(
@@ -75,6 +76,14 @@ def _claim(directory: Path, run: Run, *, force: bool, restart: bool) -> None:
         for path in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     write_text(there, to_json(run))
+
+
+def _run_of(path: Path) -> Run:
+    """Empty where the parts do not say whose they are."""
+    try:
+        return read_json(path)
+    except ConfigError:
+        return {}
 
 
 def _locked(directory: Path) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from seqmoe_jax.errors import OutputError
+from seqmoe_jax.errors import OutputError, SeqMoEError
+from seqmoe_jax.inputs import parse_json
 
 Run = Mapping[str, Any]  # all that a result depends on, by the names that users know, as JSON values
 
@@ -19,8 +20,8 @@ def to_json(run: Run) -> str:
 def from_json(text: str | bytes) -> Run | None:
     """The run that was written, or None where that is something else."""
     try:
-        run = json.loads(text)
-    except (ValueError, RecursionError):
+        run = parse_json(text, "a run")
+    except SeqMoEError:
         return None
     return run if isinstance(run, dict) else None
 

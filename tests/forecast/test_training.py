@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from seqmoe_jax.cli import predictor as command
+from seqmoe_jax.cli.main import main
 from seqmoe_jax.errors import OutputError, PredictorError, TraceError
 from seqmoe_jax.forecast import store
 from seqmoe_jax.forecast.config import PredictorConfig
@@ -158,19 +159,23 @@ def test_a_predictor_learns_from_teachers_and_stops_where_it_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--updates", "0"), "--updates must be at least 1, got 0"),
-        (("--refine-width", "0"), "--refine-width must be at least 1"),
-        (("--learning-rate", "2"), "--learning-rate must be above 0 and below 1"),
-        (("--width", "0"), "needs positive sizes"),
+        (("--updates", "0"), "--updates: must be from 1"),
+        (("--refine-width", "0"), "--refine-width: must be from 1"),
+        (("--learning-rate", "2"), "--learning-rate: must be above 0 and at most 1"),
+        (("--learning-rate", "nan"), "--learning-rate: must be a number"),
+        (("--width", "0"), "--width: must be from 1"),
         (("--width", "20"), "multiple of head"),
-        (("--teachers", "-1"), "--teachers must be at least 0"),
-        (("--stop-at", "2"), "--stop-at must be above 0 and at most 1"),
+        (("--teachers", "-1"), "--teachers: must be from 0"),
+        (("--stop-at", "2"), "--stop-at: must be above 0 and at most 1"),
+        (("--seed", "9" * 30), "--seed: must be from 0"),
     ],
 )
-def test_faults_of_training_are_said_before_it_begins(tmp_path, words, message):
+def test_faults_of_training_are_said_before_it_begins(tmp_path, capsys, words, message):
     write_trace(tmp_path / "T.npz", TRACE)
-    with pytest.raises(PredictorError, match=message):
-        command.train(parse(command.add_train_arguments, tmp_path / "T.npz", "--out", tmp_path / "p", *words))
+    assert main(["train-predictor", str(tmp_path / "T.npz"), "--out", str(tmp_path / "p"), *words]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert len(err.splitlines()) == 1
     assert not (tmp_path / "p").exists()
 
 
