@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import sys
@@ -44,7 +43,6 @@ def examine() -> dict[str, Any]:
         "device_memory": stats.get("bytes_limit"),
         "host_memory": host_memory_bytes(),
         "memory_kinds": memories,
-        "pinned_limit_gb": os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"),
         "host_to_device": link_bandwidth(device) if "pinned_host" in memories else None,
         "kernels": default_implementation(),
         "compilation_cache": None if cache is None else str(cache / "xla"),
@@ -78,10 +76,6 @@ def describe(report: dict[str, Any]) -> str:
         f"compilation cache: {report['compilation_cache_fault'] or report['compilation_cache']}",
         f"presets: {', '.join(report['presets'])}",
     ]
-    if report["backend"] == "gpu" and report["pinned_limit_gb"] is None:
-        lines.append(
-            "pinned memory: JAX stops at 64 GB; for larger models set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB before starting"
-        )
     return "\n".join(lines)
 
 

@@ -102,7 +102,6 @@ class TokenEngine:
             batch=max_batch,
             context=self.context,
             activation_dtype=self.dtype,
-            implementation=kernels,
             forecast=0 if predictor is None else predictor.nbytes,
         )
         self.max_batch, self.vocab = max_batch, min(vocab or spec.vocab, spec.vocab)

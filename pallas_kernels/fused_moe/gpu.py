@@ -19,12 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from pallas_kernels.backend import check_addressable
 from pallas_kernels.fused_moe.config import FusedMoEConfig, default_config
 from pallas_kernels.fused_moe.swiglu import activate, hidden_dtype
 from pallas_kernels.fused_moe.tiles import Part, load_bias
 from pallas_kernels.layout import ExpertLayout
 from pallas_kernels.masks import Ref, bound, load
+from pallas_kernels.wide_offsets import check_addressable
 
 
 def _sum_rows(products: list[Float32[Array, "rows ..."]]) -> Float32[Array, " rows"]:

@@ -18,13 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
-from pallas_kernels.backend import check_addressable
 from pallas_kernels.fused_moe.config import FusedMoEConfig, default_config
 from pallas_kernels.fused_moe.gpu import project_down, up_rows
 from pallas_kernels.fused_moe.swiglu import hidden_dtype
 from pallas_kernels.layout import ExpertLayout
 from pallas_kernels.masks import Ref, count, gather
 from pallas_kernels.miss_load.gpu import Division
+from pallas_kernels.wide_offsets import check_addressable
 
 ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)  # slots on the device, the pool in host memory
 

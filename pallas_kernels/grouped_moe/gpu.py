@@ -14,13 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped, UInt8
 
-from pallas_kernels.backend import check_addressable
 from pallas_kernels.fused_moe.dequantize import fp8_unit, fp8_units, weight_values
 from pallas_kernels.fused_moe.swiglu import activate, fp4_values, hidden_dtype, powers_of_two
 from pallas_kernels.fused_moe.tiles import load_bias, load_scale
 from pallas_kernels.grouped_moe.config import GroupedMoEConfig, default_config
 from pallas_kernels.layout import FP4, FP4_BLOCK, FP8, FP8_BLOCK, ExpertLayout
 from pallas_kernels.masks import Ref, both, bound, load
+from pallas_kernels.wide_offsets import check_addressable
 
 
 def _dot_t(a: Float[Array, "M depth"], b: Float[Array, "cols depth"]) -> Float32[Array, "M cols"]:

@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int, Shaped
 
-from pallas_kernels.backend import check_addressable
 from pallas_kernels.miss_load.config import MissLoadConfig
+from pallas_kernels.wide_offsets import check_addressable
 
 
 @dataclass(frozen=True, kw_only=True)

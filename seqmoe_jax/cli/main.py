@@ -117,8 +117,5 @@ def _say(what: str, status: int) -> int:
 
 
 def _let_jax_use_memory() -> None:
-    """JAX reads these when it starts. It would otherwise take 75 % of a GPU's memory, and pin 64 GB of the host's."""
-    from seqmoe_jax.host_memory import host_memory_bytes
-
+    """JAX reads this when it starts. It would otherwise take 75 % of a GPU's memory."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(64, host_memory_bytes() >> 30)))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Shaped
 
-from pallas_kernels.backend import Implementation, rows_to_allocate
+from pallas_kernels.backend import Implementation
 from pallas_kernels.fused_moe import fused_moe, moe_on_demand
 from pallas_kernels.layout import ExpertLayout
 from pallas_kernels.miss_load import miss_load
@@ -49,7 +49,7 @@ class Landings(NamedTuple):
 class SlotCache(NamedTuple):
     """Device state of the cache; donated to every program that changes it."""
 
-    blocks: Shaped[Array, "rows n"]  # S of them in use
+    blocks: Shaped[Array, "S n"]
     tables: SlotTables
     key_score: Int32[Array, "2 keys"]  # under rule `scored`: of a key before and after its layer has run in this step
     clock: Int32[Array, ""]  # layers executed so far: the time of rule `lru`
@@ -60,9 +60,8 @@ def empty_cache(config: CacheConfig) -> SlotCache:
     """No expert resident; or, for an unmanaged cache, tables that say slot = key (blocks still to be filled)."""
     keys = config.layers * config.experts
     tables = empty_tables(keys, config.slots)
-    rows = rows_to_allocate(config.slots, config.layout, config.implementation)
     return SlotCache(
-        blocks=jnp.zeros((rows, config.layout.block_elems), config.layout.storage),
+        blocks=jnp.zeros((config.slots, config.layout.block_elems), config.layout.storage),
         tables=tables,
         key_score=jnp.zeros((2, keys), jnp.int32),
         clock=jnp.zeros((), jnp.int32),

@@ -1,22 +1,20 @@
 """All experts in pinned host memory: one array `storage[E, n]` per MoE layer, filled in place from the files.
 
-Each array is allocated first and then written through its own address, so the bytes of a checkpoint exist
-once in this process. Nothing may read a pool before the function that fills it has returned.
+Each layer is filled from the files before it becomes an array, in the same memory, so the bytes of a checkpoint exist
+once in this process.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Shaped
 
 from pallas_kernels.layout import FP8_BLOCK, ExpertLayout, Field
@@ -25,7 +23,8 @@ from seqmoe_jax.checkpoints.read import read_part, read_source
 from seqmoe_jax.checkpoints.safetensors import Checkpoint
 from seqmoe_jax.checkpoints.sources import NameMap, Source
 from seqmoe_jax.errors import CheckpointError, ConfigError
-from seqmoe_jax.host_memory import Progress, host_view
+from seqmoe_jax.host_memory import Progress
+from seqmoe_jax.pinned import fresh_pages, pinned_array
 
 Pool = tuple[Shaped[Array, "E n"], ...]
 Work = Callable[[np.ndarray], int]  # writes into the bytes of one layer (uint8), returns how many it wrote
@@ -96,21 +95,6 @@ def load_host_pool(
     )
 
 
-def allocate_layer(layout: ExpertLayout, num_experts: int, device: jax.Device) -> Shaped[Array, "E n"]:
-    """A zeroed `storage[E, n]` in `pinned_host` memory of `device`, with memory of its own.
-
-    The source is a fresh run of pages that were never written: they cost no memory where the backend copies
-    them (GPU), and where it adopts them (CPU, which takes any 64-byte aligned array as it is) they belong to
-    this array alone.
-    """
-    pages = mmap.mmap(-1, num_experts * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)  # first writes are several times faster than with 4 KiB pages
-    source = np.frombuffer(pages, layout.storage).reshape(num_experts, layout.block_elems)
-    array = jax.device_put(source, SingleDeviceSharding(device, memory_kind="pinned_host"))
-    return array.block_until_ready()
-
-
 def build_pool(
     layout: ExpertLayout,
     order: Iterable[int],
@@ -121,31 +105,25 @@ def build_pool(
     total: int,
     progress: Progress | None,
 ) -> Pool:
-    """Allocates the layers in `order`, and fills each by the `work` of its index on threads.
+    """Fills the layers in `order`, each by the `work` of its index on threads, and pins each when it is filled.
 
-    The next layer is allocated meanwhile, since pinning pages takes as long as reading. `total` is for `progress`, in
-    bytes.
+    That needs the memory of the pool and no more. `total` is for `progress`, in bytes.
     """
     arrays: dict[int, Array] = {}
-    pending: list[Future[int]] = []
     done = 0
     executor = ThreadPoolExecutor(workers(), thread_name_prefix="seqmoe-host-pool")
     try:
-        for layer in order:
-            arrays[layer] = allocate_layer(layout, num_experts, device)
-            view = host_view(arrays[layer]).reshape(-1).view(np.uint8)
-            pending += [executor.submit(item, view) for item in work(layer)]
-            for future in [future for future in pending if future.done()]:
+        filling = [(layer, pages := fresh_pages(num_experts * layout.block_bytes),
+                    [executor.submit(item, pages) for item in work(layer)]) for layer in order]  # fmt: skip
+        for layer, pages, pending in filling:
+            for future in pending:
                 done += future.result()
-                pending.remove(future)
-            if progress is not None:
-                progress(done, total)
-        for future in as_completed(pending):
-            done += future.result()
-            if progress is not None:
-                progress(done, total)
+                if progress is not None:
+                    progress(done, total)
+            blocks = pages.view(layout.storage).reshape(num_experts, layout.block_elems)
+            arrays[layer] = pinned_array(blocks, device)
     finally:
-        # After a fault or an interrupt the arrays must not go before the last write into them.
+        # After a fault or an interrupt the pages must not go before the last write into them.
         executor.shutdown(wait=True, cancel_futures=True)
     return tuple(arrays[layer] for layer in sorted(arrays))
 

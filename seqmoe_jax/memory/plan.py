@@ -10,7 +10,6 @@ from functools import partial
 import jax
 import numpy as np
 
-from pallas_kernels.backend import Implementation, rows_to_allocate
 from seqmoe_jax.decode.state import empty_sequences
 from seqmoe_jax.errors import ConfigError, ResidencyError
 from seqmoe_jax.models.spec import ModelSpec
@@ -106,7 +105,6 @@ def plan_memory(
     batch: int = 1,
     context: int = DEFAULT_CONTEXT,
     activation_dtype: np.dtype | type = np.float32,
-    implementation: Implementation = "xla",
     forecast: int = 0,
 ) -> MemoryPlan:
     """Chooses slots by a residency, by a budget in bytes, or by what the device has `available`.
@@ -149,11 +147,7 @@ def plan_memory(
                 f"{budget / 1e9:.2f} GB of device memory is not enough: this model needs at least {need / 1e9:.2f} GB "
                 f"with context {context} and batch {batch}; allow more, or shorten the context"
             )
-    rows = rows_to_allocate(slots, spec.expert_layout, implementation)
-    if device_memory is not None and sum(fixed.values()) + rows * block > device_memory:
-        # The rows that make an array addressable do not fit: stay below the size that needs them.
-        slots = rows = min(slots, 2**31 // block)
-    plan = MemoryPlan(slots=slots, residency=slots / spec.num_keys, slot_cache=rows * block, **fixed)
+    plan = MemoryPlan(slots=slots, residency=slots / spec.num_keys, slot_cache=slots * block, **fixed)
     plan = _with_long_passes(plan, spec, batch, context, limit=budget if budget is not None else available)
     if available is not None and plan.total > available:
         raise ResidencyError(

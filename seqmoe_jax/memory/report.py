@@ -38,7 +38,7 @@ def size_up(model: str, options: EngineOptions) -> dict[str, Any]:
     budget = free if options.device_memory is None else parse_bytes(options.device_memory)
     batch, context = options.max_batch, min(options.context or DEFAULT_CONTEXT, spec.context)
     dtype, kernels = activation_dtype(spec, device, options.dtype), resolve(options.kernels)
-    make = partial(plan_memory, spec, batch=batch, context=context, activation_dtype=dtype, implementation=kernels)
+    make = partial(plan_memory, spec, batch=batch, context=context, activation_dtype=dtype)
     least, full = make(residency="least"), make(residency=1.0)
     plan, reason = None, None
     try:

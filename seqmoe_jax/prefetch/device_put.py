@@ -102,13 +102,13 @@ class DevicePut:
             self._plans.append((tasks, clock))
             self._condition.notify_all()
 
-    def start(self, blocks: Shaped[Array, "rows n"]) -> None:
+    def start(self, blocks: Shaped[Array, "S n"]) -> None:
         with self._condition:
             self._plans.clear()
             self._arrived.clear()
             self._running = True
 
-    def check(self, blocks: Shaped[Array, "rows n"]) -> None:
+    def check(self, blocks: Shaped[Array, "S n"]) -> None:
         pass  # writes nothing behind XLA's back
 
     def pause(self) -> None:

@@ -115,7 +115,7 @@ class Dma:
     def deliver(self, tasks: Any, clock: Any) -> None:
         pass  # the step has written its plans to the board
 
-    def start(self, blocks: Shaped[Array, "rows n"]) -> None:
+    def start(self, blocks: Shaped[Array, "S n"]) -> None:
         address = blocks.unsafe_buffer_pointer()
         if self._thread is None or address != self.setup.blocks:
             self._launch(address)
@@ -123,7 +123,7 @@ class Dma:
         self.shared.idle = 0
         self.shared.pause = 0
 
-    def check(self, blocks: Shaped[Array, "rows n"]) -> None:
+    def check(self, blocks: Shaped[Array, "S n"]) -> None:
         if blocks.unsafe_buffer_pointer() != self.setup.blocks:
             self.shared.stop = 1
             raise RuntimeError(

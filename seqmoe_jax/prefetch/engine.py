@@ -74,11 +74,11 @@ class TransferEngine(Protocol):
         """The last plan `tasks` [5, N] of a step whose outputs have arrived, and the position at its end."""
         ...
 
-    def start(self, blocks: Shaped[Array, "rows n"]) -> None:
+    def start(self, blocks: Shaped[Array, "S n"]) -> None:
         """A request begins to decode with this slot array."""
         ...
 
-    def check(self, blocks: Shaped[Array, "rows n"]) -> None:
+    def check(self, blocks: Shaped[Array, "S n"]) -> None:
         """The slot array after a step was dispatched. Raises `RuntimeError` where it has moved."""
         ...
 

@@ -12,7 +12,6 @@ import pytest
 from experts import BF16, E2M1, EXTRAS, F16, F32, REAL_SHAPES, error, oracle, random_slots, real_layout
 from lowering import lower_for
 
-from pallas_kernels.backend import check_addressable
 from pallas_kernels.fused_moe import FusedMoEConfig, fused_moe
 from pallas_kernels.fused_moe.config import default_config
 from pallas_kernels.fused_moe.swiglu import fp4_values, powers_of_two
@@ -247,14 +246,3 @@ def test_other_layouts_slots_are_refused():
     _, _, args = case(BF16, BF16, 192, 80, batch=1)
     with pytest.raises(ValueError, match=r"layout expects x\[B, 64\]"):
         fused_moe(*args, layout=swiglu_layout(hidden=64, width=80, dtype=BF16), implementation="xla")
-
-
-def test_slot_arrays_that_triton_would_address_wrongly_are_refused():
-    def check(slots):
-        # Traced only: such an array is never made.
-        jax.eval_shape(lambda array: check_addressable(slots=array), jax.ShapeDtypeStruct((slots, 2**21), jnp.uint8))
-
-    check(2**10)
-    check(2**11 + 1)
-    with pytest.raises(ValueError, match="at most 1024 or at least 2049 rows"):
-        check(2**10 + 1)
