@@ -1,44 +1,46 @@
-"""Arrays of more than 2**31 elements in Triton kernels.
+"""Offsets of 64 bits into slots and pools, whatever their size, in Triton kernels.
 
-JAX's Triton lowering computes the offset of an element in 64 bits only for arrays of more than 2**32 bytes. In those
-between 2 and 4 GiB whose elements are bytes, it takes offsets from 2**31 on for negative numbers and reads from below
-the array. Here the lowering counts such an array as one of wider elements, for which it uses 64 bits.
+JAX's Triton lowering computes the offset of an element in 64 bits only for arrays of more than 2**32 bytes. Between 2
+and 4 GiB, where elements are bytes, it takes offsets from 2**31 on for negative numbers and reads from below the array.
+And Triton gives the threads other elements where offsets have other bits, so sums come in another order: the same
+expert would give other bits at another residency. So slots and pools are marked, and the lowering counts a marked array
+as one that is large.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, Shaped
 
+VAST = np.dtype(f"V{2**31 - 1}")  # elements of which a few are larger than 4 GiB
+_marked: set[tuple[tuple[int, ...], np.dtype]] = set()
 
-def check_addressable(**arrays: Shaped[Array, "_ _"]) -> None:
-    """Sees to it that kernels find every element of these arrays. To be called before a kernel is made for them.
 
-    Raises `ValueError` where this JAX cannot be taught to.
+def address_widely(**arrays: Shaped[Array, "..."]) -> None:
+    """Marks arrays, all of their shape and dtype, as such that kernels address with 64 bits. To be called before a
+    kernel is made for them.
+
+    Raises `ValueError` for one that would be misread, where this JAX cannot be taught to.
     """
+    taught = _teach_the_lowering()
     for name, array in arrays.items():
-        if _misread(array.shape, array.dtype.itemsize) and not _teach_the_lowering():
+        _marked.add((array.shape, np.dtype(array.dtype)))
+        if not taught and array.size > 2**31 and array.size * array.dtype.itemsize <= 2**32:
             raise ValueError(
                 f"{name}: {array.dtype}{list(array.shape)} is between 2 and 4 GiB, which the Triton lowering of JAX "
                 f"{jax.__version__} indexes wrongly for one-byte elements: use implementation='xla'"
             )
 
 
-def _misread(shape: tuple[int, ...], itemsize: int) -> bool:
-    """Whether JAX's own lowering would not find every element."""
-    elements = math.prod(shape)
-    return elements > 2**31 and elements * itemsize <= 2**32
-
-
 @functools.cache
 def _teach_the_lowering() -> bool:
-    """Once in a process, and only in those that need it; the offsets of all other arrays stay as they are."""
+    """Once in a process. The offsets of arrays that are not marked stay as they are."""
     try:
         from jax._src.pallas.triton import lowering
 
@@ -48,8 +50,8 @@ def _teach_the_lowering() -> bool:
 
     def wide(block_info: Any, indexer: Any) -> Any:
         full = block_info.full_shape_dtype
-        if _misread(full.shape, np.dtype(full.dtype).itemsize):
-            full = jax.ShapeDtypeStruct(full.shape, np.uint64)  # of the dtype, only the size is looked at
+        if (tuple(full.shape), np.dtype(full.dtype)) in _marked:
+            full = SimpleNamespace(shape=full.shape, dtype=VAST)  # of the dtype, the size alone is looked at
             block_info = dataclasses.replace(block_info, full_shape_dtype=full)
         return offsets(block_info, indexer)
 

@@ -24,7 +24,7 @@ from pallas_kernels.fused_moe.swiglu import activate, hidden_dtype
 from pallas_kernels.fused_moe.tiles import Part, load_bias
 from pallas_kernels.layout import ExpertLayout
 from pallas_kernels.masks import Ref, bound, load
-from pallas_kernels.wide_offsets import check_addressable
+from pallas_kernels.wide_offsets import address_widely
 
 
 def _sum_rows(products: list[Float32[Array, "rows ..."]]) -> Float32[Array, " rows"]:
@@ -202,7 +202,7 @@ def fused_moe(
     config: FusedMoEConfig | None = None,
     interpret: bool = False,
 ) -> Float32[Array, "B H"]:
-    check_addressable(slots=slots)
+    address_widely(slots=slots)
     config = config or default_config(layout, slot_ids.shape[1])
     config.check(layout)
     ids, weights = slot_ids.reshape(-1).astype(jnp.int32), weights.reshape(-1).astype(jnp.float32)

@@ -24,7 +24,7 @@ from pallas_kernels.fused_moe.swiglu import hidden_dtype
 from pallas_kernels.layout import ExpertLayout
 from pallas_kernels.masks import Ref, count, gather
 from pallas_kernels.miss_load.gpu import Division
-from pallas_kernels.wide_offsets import check_addressable
+from pallas_kernels.wide_offsets import address_widely
 
 ANYWHERE = pl.BlockSpec(memory_space=pl.ANY)  # slots on the device, the pool in host memory
 
@@ -200,7 +200,7 @@ def moe_on_demand(
     sharing: OnDemandConfig | None = None,
     interpret: bool = False,
 ) -> tuple[Shaped[Array, "S n"], Float32[Array, "B H"]]:
-    check_addressable(slots=slots, pool=pool)
+    address_widely(slots=slots, pool=pool)
     config, sharing = config or default_config(layout, slot_ids.shape[1]), sharing or OnDemandConfig()
     config.check(layout)
     ids, weights = slot_ids.reshape(-1).astype(jnp.int32), weights.reshape(-1).astype(jnp.float32)

@@ -20,7 +20,7 @@ from pallas_kernels.fused_moe.tiles import load_bias, load_scale
 from pallas_kernels.grouped_moe.config import GroupedMoEConfig, default_config
 from pallas_kernels.layout import FP4, FP4_BLOCK, FP8, FP8_BLOCK, ExpertLayout
 from pallas_kernels.masks import Ref, both, bound, load
-from pallas_kernels.wide_offsets import check_addressable
+from pallas_kernels.wide_offsets import address_widely
 
 
 def _dot_t(a: Float[Array, "M depth"], b: Float[Array, "cols depth"]) -> Float32[Array, "M cols"]:
@@ -205,12 +205,13 @@ def grouped_moe(
     config: GroupedMoEConfig | None = None,
     interpret: bool = False,
 ) -> Float32[Array, "N M H"]:
-    check_addressable(slots=slots)
     config = config or default_config(layout)
     config.check(layout)
     blocks, rows, hidden = out.shape
     width = layout.width
     flat = [slots] if layout.dtype in (FP8, FP4) or layout.biased else []
+    for_up, for_down = (layout.row_view(slots, layout.field(name).shape[1]) for name in ("gate", "down"))
+    address_widely(slots=slots, for_up=for_up, for_down=for_down)
     block_slots, block_rows = block_slots.astype(jnp.int32), block_rows.astype(jnp.int32)
     params = plgpu.CompilerParams(num_warps=config.warps, num_stages=config.stages)
     h = pl.pallas_call(
@@ -220,9 +221,8 @@ def grouped_moe(
         compiler_params=params,
         interpret=interpret,
         name="grouped_moe_up",
-    )(x, block_slots, block_rows, layout.row_view(slots, layout.field("gate").shape[1]), *flat)
-    by_rows = layout.row_view(slots, layout.field("down").shape[1])
-    operands = [h, block_slots, block_rows, by_rows, *flat, out]
+    )(x, block_slots, block_rows, for_up, *flat)
+    operands = [h, block_slots, block_rows, for_down, *flat, out]
     return pl.pallas_call(
         functools.partial(_down_kernel, layout=layout, config=config),
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels.miss_load.config import MissLoadConfig
-from pallas_kernels.wide_offsets import check_addressable
+from pallas_kernels.wide_offsets import address_widely
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def miss_load(
     interpret: bool,
 ) -> Shaped[Array, "S n"]:
     """See `miss_load.api`."""
-    check_addressable(slots=slots, pool=pool)
+    address_widely(slots=slots, pool=pool)
     config = config or MissLoadConfig()
     division = Division.of(slots, programs=config.programs, piece_bytes=config.piece_bytes)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
