@@ -13,7 +13,6 @@ import seqmoe_jax
 from seqmoe_jax.errors import CheckpointError, ConfigError, PromptError
 from seqmoe_jax.text import FileTokenizer, TextStream, encode_prompt, open_tokenizer, tokenizer_files
 from seqmoe_jax.text.tiktoken import TiktokenTokenizer
-from seqmoe_jax.text.tokenizers import SentencePieceTokenizer
 
 DATA = Path(__file__).parent / "data"
 DEMO = Path(seqmoe_jax.__file__).parent / "demo"
@@ -104,29 +103,44 @@ def test_damaged_ranks_are_one_line(tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_sentencepiece_gives_the_text_back(piece_file):
-    tokenizer = SentencePieceTokenizer(piece_file)
-    for text in ("Once upon a time", "naïve 日本語 🤗", "a  b"):
-        ids = tokenizer.encode(text)
-        assert ids[0] == 1  # BOS
-        assert tokenizer.decode(ids) == " ".join(text.split())
-    assert tokenizer.encode("fox", add_special_tokens=False) == tokenizer.encode("fox")[1:]
+def pieces(directory, piece_file, **config):
+    shutil.copy(piece_file, directory / "tokenizer.model")
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return open_tokenizer(directory, "gpt_oss")
+
+
+def test_sentencepiece_gives_the_text_back(piece_file, tmp_path):
+    plain = pieces(tmp_path, piece_file)
+    for text in ("Once upon a time", "naïve 日本語 🤗", "a  b", " x"):
+        assert plain.decode(plain.encode(text)) == text
+    tokenizer = pieces(tmp_path, piece_file, add_bos_token=True, add_eos_token=True)
+    assert tokenizer.encode("fox") == [1, *plain.encode("fox"), 2]
+    assert tokenizer.encode("fox", add_special_tokens=False) == plain.encode("fox")
+
+
+def test_sentencepiece_puts_a_space_before_words_where_its_class_does(piece_file, tmp_path):
+    plain = pieces(tmp_path, piece_file)
+    first = pieces(tmp_path, piece_file, tokenizer_class="LlamaTokenizer", legacy=False)
+    always = pieces(tmp_path, piece_file, tokenizer_class="LlamaTokenizer", legacy=True)
+    never = pieces(tmp_path, piece_file, tokenizer_class="LlamaTokenizer", add_prefix_space=False)
+    assert first.encode("fox") == always.encode("fox") == plain.encode(" fox")
+    assert never.encode("fox") == plain.encode("fox")
+    assert first.encode("</s>fox") == [2, *plain.encode("fox")]
+    assert always.encode("</s>fox") == [2, *plain.encode(" fox")]
+    assert first.decode(first.encode("fox")) == "fox"
 
 
 def test_sentencepiece_takes_control_tokens_by_name(piece_file, tmp_path):
-    shutil.copy(piece_file, tmp_path / "tokenizer.model")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False}))
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<tool>": 1000}))
-    tokenizer = open_tokenizer(tmp_path)
-    ids = tokenizer.encode("<s>fox</s><tool>")
-    assert (ids[0], ids[-2], ids[-1]) == (1, 2, 1000)
-    assert tokenizer.decode(ids) == "fox"
-    assert tokenizer.vocab == 1001
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<tool>": 400, "<hidden>": 401}))
+    tokenizer = pieces(tmp_path, piece_file, extra_special_tokens=["<hidden>"])
+    ids = tokenizer.encode("<s>fox</s><tool><hidden>")
+    assert (ids[0], ids[-3:]) == (1, [2, tokenizer.vocab - 2, tokenizer.vocab - 1])
+    assert tokenizer.decode(ids) == "fox<tool>"
 
 
-def test_a_continuation_keeps_the_space_before_its_first_word(piece_file):
-    """Decoded alone, a first sentencepiece word loses its space."""
-    tokenizer = SentencePieceTokenizer(piece_file)
+def test_a_continuation_keeps_the_space_before_its_first_word(piece_file, tmp_path):
+    """Decoded alone, a first word loses its space."""
+    tokenizer = pieces(tmp_path, piece_file, tokenizer_class="LlamaTokenizer")
     prompt, whole = tokenizer.encode("Once upon"), tokenizer.encode("Once upon a time 日")
     stream = TextStream(tokenizer=tokenizer, context=prompt)
     assert "".join([*map(stream.push, whole[len(prompt) :]), stream.close()]) == " a time 日"
@@ -150,16 +164,83 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, name, 
         open_tokenizer(tmp_path, "qwen3_moe")
 
 
-def test_the_bos_that_only_the_configuration_asks_for_is_added(tmp_path):
-    shutil.copy(DEMO / "tokenizer.json", tmp_path)
-    plain = FileTokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"add_bos_token": True, "bos_token": {"content": "<|im_start|>"}})
-    )
-    asked = FileTokenizer(tmp_path)
-    assert asked.encode("hi") == [1, *plain.encode("hi")]
-    assert asked.encode("<|im_start|>hi") == asked.encode("hi")  # not twice
-    assert asked.encode("hi", add_special_tokens=False) == plain.encode("hi")
+def beside(directory, **files):
+    """The demo's tokenizer with other files beside it."""
+    shutil.copy(DEMO / "tokenizer.json", directory)
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return FileTokenizer(directory)
+
+
+def test_tokens_that_stand_only_in_side_files_are_tokens(tmp_path):
+    vocab = FileTokenizer(DEMO).vocab
+    for files in (
+        {"added_tokens": {"<extra>": vocab}},
+        {"added_tokens": {"<extra>": 9999}},  # there is no gap in a vocabulary
+        {"tokenizer_config": {"added_tokens_decoder": {"9999": {"content": "<extra>"}}}},
+        {"tokenizer_config": {"additional_special_tokens": ["<extra>"]}},
+        {"tokenizer_config": {"pad_token": "<extra>"}},
+        {"tokenizer_config": {"image_token": "<extra>"}},
+        {"special_tokens_map": {"bos_token": {"content": "<extra>"}}},
+        {"special_tokens_map": {"additional_special_tokens": ["<extra>"]}},
+    ):
+        directory = tmp_path / str(len(list(tmp_path.iterdir())))
+        directory.mkdir()
+        tokenizer = beside(directory, **files)
+        assert tokenizer.encode("a<extra>")[1:] == [vocab], files
+        hidden = "added_tokens" not in files and "added_tokens_decoder" not in str(files)
+        assert tokenizer.decode(tokenizer.encode("a<extra>b")) == ("ab" if hidden else "a<extra>b")
+        assert tokenizer.vocab == vocab + 1
+
+
+def test_the_newer_file_says_what_a_token_is(tmp_path):
+    listed = {"0": {"content": "<|endoftext|>", "special": True, "rstrip": True}}
+    tokenizer = beside(tmp_path, tokenizer_config={"added_tokens_decoder": listed}, added_tokens={"<extra>": 7000})
+    assert tokenizer.encode("<|endoftext|>  a") == [0, *FileTokenizer(DEMO).encode("a")]
+    assert len(tokenizer.encode("<extra>")) > 1
+
+
+def test_a_class_that_has_its_own_pipeline_counts(tmp_path):
+    directory = tmp_path / "qwen"
+    directory.mkdir()
+    content = json.loads((DEMO / "tokenizer.json").read_text())
+    (directory / "tokenizer.json").write_text(json.dumps(content | {"normalizer": {"type": "Lowercase"}}))
+    as_file = FileTokenizer(directory, "mixtral")
+    as_class = FileTokenizer(directory, "qwen3_moe")
+    assert as_file.decode(as_file.encode("ABC e\u0301")) == "abc e\u0301"
+    assert as_class.decode(as_class.encode("ABC e\u0301")) == "ABC \u00e9"
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    assert FileTokenizer(directory, "qwen3_moe").encode("ABC") == as_file.encode("ABC")
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T5Tokenizer"}))
+    with pytest.raises(ConfigError, match="'T5Tokenizer' is not supported for qwen3_moe"):
+        FileTokenizer(directory, "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"fix_mistral_regex": True},
+        {"fast_tokenizer_files": ["tokenizer.json", "tokenizer.4.0.json"]},
+        {"clean_up_tokenization_spaces": True,
+         "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True},
+        {"bos_token": 3},
+        {"added_tokens_decoder": {"x": {}}},
+        {"added_tokens_decoder": []},
+        {"extra_special_tokens": [7]},
+    ],
+)  # fmt: skip
+def test_what_a_tokenizer_config_asks_for_in_vain_is_refused(tmp_path, config):
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json") as error:
+        beside(tmp_path, tokenizer_config=config)
+    assert "\n" not in str(error.value)
+
+
+def test_long_texts_have_the_tokens_of_short_ones():
+    text = "def fibonacci(n):\n    return n  # 日本\n" * 400
+    tokenizer = FileTokenizer(DEMO)
+    lines = [token for line in text.splitlines(keepends=True) for token in tokenizer.encode(line)]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode(text)) == pytest.approx(len(lines), rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from seqmoe_jax.errors import PromptError
-from seqmoe_jax.text import deepseek_v4, harmony
+from seqmoe_jax.text import budget, deepseek_v4, harmony
 from seqmoe_jax.text.messages import Message, check_messages, with_parsed_arguments
 from seqmoe_jax.text.stream import TextStream
-from seqmoe_jax.text.template import open_template
+from seqmoe_jax.text.template import Template, open_template
 from seqmoe_jax.text.tokenizers import Tokenizer
 
 Render = Callable[..., str]  # (messages, **options) -> prompt
@@ -33,31 +34,42 @@ class Chat:
     render: Render
     channels: bool = False
 
+    @property
+    def options(self) -> frozenset[str]:
+        """What `render` takes besides the conversation: the variables of a template, the arguments of a format."""
+        if isinstance(self.render, Template):
+            return self.render.options
+        return frozenset([*inspect.signature(self.render).parameters][1:])
+
     def prompt(self, messages: Sequence[Message], **options: Any) -> str:
         """The prompt of a conversation. `options` are the template's, such as `enable_thinking` (Qwen3).
 
         Raises `PromptError` for messages or options that the template does not take, and for a message that the
         template leaves out.
         """
-        taken = inspect.signature(self.render).parameters
-        open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+        known = self.options
         for name in options:
-            if name == "messages" or not (open_ended or name in taken):
-                known = "; it has " + ", ".join(list(taken)[1:]) if not open_ended else ""
-                raise PromptError(f"this model's chat format has no option {name!r}{known}")
+            if name not in known:
+                has = f"; it has {', '.join(sorted(known))}" if known else ""
+                raise PromptError(f"this model's chat format has no option {name!r}{has}")
         given: list[Message] = [*check_messages(messages)]
-        parsed = with_parsed_arguments(given)
-        try:
-            prompt, shown = self.render(parsed, **options), parsed
-        except PromptError:
-            if parsed == given:
-                raise
-            try:  # some templates want the arguments as the text that they are
-                prompt, shown = self.render(given, **options), given
-            except PromptError:
-                prompt, shown = self.render(parsed, **options), parsed
-        _check_all_shown(lambda other: self.render(other, **options), shown, prompt)
+        with budget.rendering(given):
+            prompt, shown = self._rendered(given, options)
+            _check_all_shown(lambda other: self.render(other, **options), shown, prompt)
         return prompt
+
+    def _rendered(self, messages: list[Message], options: Mapping[str, Any]) -> tuple[str, list[Message]]:
+        """The prompt, and the messages as the template takes them: most want the arguments of tool calls as objects,
+        some as the text that they may be."""
+        parsed = with_parsed_arguments(messages)
+        try:
+            return self.render(parsed, **options), parsed
+        except PromptError:
+            if parsed == messages:
+                raise
+            with suppress(PromptError):
+                return self.render(messages, **options), messages
+            raise
 
     def reply(self, tokenizer: Tokenizer, stop: tuple[str, ...], context: Sequence[int]) -> TextStream | harmony.Reply:
         """What turns the tokens of a reply into its text as they come. `context` are the prompt's."""
@@ -70,7 +82,7 @@ def chat_of(directory: Path, family: str) -> Chat | None:
 
     Raises `ConfigError` for a template that cannot be read.
     """
-    render = open_template(directory) or _FORMATS.get(family)
+    render = open_template(directory, family) or _FORMATS.get(family)
     return None if render is None else Chat(render=render, channels=family == "gpt_oss")
 
 
@@ -95,10 +107,10 @@ def _check_all_shown(render: Callable[[list[Message]], str], messages: Sequence[
         except PromptError:
             continue
         if other == prompt:
-            what = "the tool calls of message" if "tool_calls" in message else "message"
+            what = ".tool_calls" if "tool_calls" in message else ""
             raise PromptError(
-                f"the model's chat template leaves out {what} {index} ({message['role']}): it does not know such "
-                "messages, or not at this place; send it in another role, or leave it out"
+                f"messages[{index}]{what} (role {message['role']}) does not appear in the prompt: the model's chat "
+                "template leaves it out, at least at this place; send it in another role, or leave it out"
             )
 
 

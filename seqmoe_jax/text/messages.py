@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from seqmoe_jax.errors import PromptError
+from seqmoe_jax.fields import shown
 
 Message = Mapping[str, Any]
 
@@ -35,15 +36,15 @@ def with_parsed_arguments(messages: Sequence[Message]) -> list[Message]:
 
 
 def _checked(message: object, index: int) -> dict[str, Any]:
+    where = f"messages[{index}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise PromptError(f'message {index} must be an object with a "role", got {str(message)[:60]!r}')
+        raise PromptError(f'{where} must be an object with a "role", got {shown(message)}')
     role = message["role"]
     if role not in ROLES:
-        raise PromptError(f"message {index} has the role {role[:40]!r}; expected one of {', '.join(ROLES)}")
-    where = f"message {index} ({role})"
+        raise PromptError(f"{where} has the role {shown(role)}; expected one of {', '.join(ROLES)}")
     given = {name: value for name, value in message.items() if value is not None}
     if given.get("function_call"):
-        raise PromptError(f"{where}: function_call is not supported; give tool_calls instead")
+        raise PromptError(f"{where}.function_call is not supported; give tool_calls instead")
     calls = _checked_calls(given.pop("tool_calls", None), role, where)
     if "content" in message and message["content"] is None and calls:
         content = None  # some templates ask for just that
@@ -63,7 +64,8 @@ def _text_of(content: object, role: str, where: str) -> str:
         if all(isinstance(part, str) for part in parts):
             return "".join(parts)  # type: ignore[arg-type]
     raise PromptError(
-        f"the content of {where} must be text, got {type(content).__name__}: images, audio and files are not supported"
+        f"{where}.content (role {role}) must be text, or a list of parts of type text, got {shown(content)}; images, "
+        "audio and files are not supported"
     )
 
 
@@ -72,18 +74,22 @@ def _checked_calls(calls: object, role: str, where: str) -> list[dict[str, Any]]
     if not calls:
         return []
     if role != "assistant":
-        raise PromptError(f"{where}: only the assistant makes tool_calls")
+        raise PromptError(f"{where}.tool_calls: only an assistant calls tools, this message has the role {role}")
     if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)):
-        raise PromptError(f"{where}: tool_calls must be a list, got {type(calls).__name__}")
+        raise PromptError(f"{where}.tool_calls (role {role}) must be a list, got {shown(calls)}")
     checked = []
     for at, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise PromptError(f'{where}: tool call {at} must be an object with a "function" that has a "name"')
+            raise PromptError(
+                f'{where}.tool_calls[{at}] (role {role}) must be an object with a "function" that has a "name", got '
+                f"{shown(call)}"
+            )
         arguments = function.get("arguments")
         if _arguments(arguments) is None:
             raise PromptError(
-                f"{where}: the arguments of tool call {at} must be a JSON object, got {str(arguments)[:60]!r}"
+                f"{where}.tool_calls[{at}].function.arguments (role {role}) must be a JSON object, got "
+                f"{shown(arguments)}"
             )
         checked.append({**call, "function": {**function, "arguments": {} if arguments is None else arguments}})
     return checked

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from seqmoe_jax.errors import ConfigError, PromptError
 from seqmoe_jax.inputs import read_json, read_text
 from seqmoe_jax.text.messages import Message
-from seqmoe_jax.text.tokenizer_files import special_tokens
+from seqmoe_jax.text.side_tokens import names_of, read_side_tokens
+from seqmoe_jax.text.tokenizer_kinds import kind_of
 
+MOST_SOURCE = 1 << 18  # characters; the longest published ones have some ten thousand
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 
 
@@ -26,7 +26,8 @@ class Template:
 
     def __init__(self, sources: Mapping[str, str], *, special: Mapping[str, str], where: str):
         self._special, self._where = special, where
-        self._compiled = {name: _compile(source, where) for name, source in sources.items()}
+        self._compiled = {name: _compiled(source, where) for name, source in sources.items()}
+        self.options = _options(sources)
         # A role that a template names is one that it knows.
         self._developer = {name: bool(re.search(r"['\"]developer['\"]", text)) for name, text in sources.items()}
 
@@ -37,17 +38,27 @@ class Template:
         if not self._developer[name]:  # OpenAI's newer name for what others call the system message
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         values = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special, **options}
+        from seqmoe_jax.text.budget import Exhausted
+        from seqmoe_jax.text.jinja import render
+
         try:
-            return self._compiled[name].render({**values, "messages": messages})
+            return render(self._compiled[name], {**values, "messages": messages})
+        except Exhausted as error:
+            raise PromptError(f"{self._where}: the model's chat template was stopped: {error}") from None
         except Exception as error:  # templates fail in any way: wrong types, missing fields, what they raise themselves
-            reason = " ".join(str(error).split())[:200]
+            reason = _reason(error)
             raise PromptError(f"{self._where}: the model's chat template refuses these messages: {reason}") from error
 
 
-def open_template(directory: Path) -> Template | None:
+def open_template(directory: Path, family: str = "") -> Template | None:
     """The chat template of a model directory; None where there is none. Raises `ConfigError`."""
     found = read_templates(directory)
-    return None if found is None else Template(found[1], special=special_tokens(directory), where=str(found[0]))
+    if found is None:
+        return None
+    path, sources = found
+    kind = kind_of(directory, family)
+    tokens = read_side_tokens(directory, defaults=kind.defaults if kind else {})
+    return Template(sources, special=names_of(tokens), where=str(path))
 
 
 def read_templates(directory: Path) -> tuple[Path, dict[str, str]] | None:
@@ -82,43 +93,24 @@ def _by_name(given: object, path: Path) -> dict[str, str]:
     return named  # type: ignore[return-value]
 
 
-def _compile(source: str, where: str) -> Any:
-    """A Jinja template in the environment that transformers gives it: sandbox, helpers, blocks trimmed."""
-    import jinja2
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+def _options(sources: Mapping[str, str]) -> frozenset[str]:
+    from seqmoe_jax.text.jinja import variables
 
-    class Generation(Extension):
-        """`{% generation %}`: marks what an assistant said, for training; here its inside alone matters."""
+    return frozenset().union(*map(variables, sources.values())) - {"messages"}
 
-        tags = {"generation"}  # noqa: RUF012
 
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("inside"), [], [], body).set_lineno(line)
+def _compiled(source: str, where: str) -> Any:
+    from seqmoe_jax.text.jinja import BoundedEnvironment  # takes a while to import
 
-        def inside(self, caller: Any) -> Any:
-            return caller()
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(
-        value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None,
-        sort_keys: bool = False,
-    ) -> str:  # fmt: skip
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson  # Jinja's own escapes HTML
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    if len(source) > MOST_SOURCE:
+        raise ConfigError(f"{where}: expected a chat template of at most {MOST_SOURCE} characters, got {len(source)}")
     try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        reason = " ".join(str(error).split())[:150]
-        raise ConfigError(f"{where}: expected a Jinja chat template, got {reason}; download it again") from error
+        return BoundedEnvironment().from_string(source)
+    except Exception as error:  # also RecursionError, and the SyntaxError of blocks nested too deep for Python
+        raise ConfigError(
+            f"{where}: expected a Jinja chat template, got {_reason(error)}; download it again"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:150] or type(error).__name__

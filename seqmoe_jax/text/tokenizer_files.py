@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from seqmoe_jax.errors import CheckpointError, ConfigError
-from seqmoe_jax.inputs import read_json
+from seqmoe_jax.inputs import check_file, is_file, read_json
 
 
 class AddedTokens(NamedTuple):
@@ -22,30 +22,17 @@ class AddedTokens(NamedTuple):
 NO_TOKENS = AddedTokens({}, frozenset())
 
 
-def special_token(config: Mapping[str, Any], name: str) -> str | None:
-    """A token of `tokenizer_config.json`, written there as a string or as an object with its content."""
-    value = config.get(name)
-    return value.get("content") if isinstance(value, dict) else value
-
-
-def special_tokens(directory: Path) -> dict[str, str]:
-    """The tokens that a directory gives names to, such as `bos_token`, as chat templates see them."""
-    config = tokenizer_config(directory)
-    names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-    return {name: token for name in names if (token := special_token(config, name)) is not None}
-
-
-def tokenizer_config(directory: Path) -> dict[str, Any]:
-    path = directory / "tokenizer_config.json"
-    return read_json(path) if path.is_file() else {}
+def read_if_there(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one where there is no file."""
+    return read_json(path) if is_file(path) else {}
 
 
 def added_tokens(directory: Path) -> AddedTokens:
     """`added_tokens_decoder` of `tokenizer_config.json`, and `added_tokens.json`. Raises `ConfigError`."""
-    plain = directory / "added_tokens.json"
-    listed = tokenizer_config(directory).get("added_tokens_decoder") or {}
+    plain = read_if_there(directory / "added_tokens.json")
+    listed = read_if_there(directory / "tokenizer_config.json").get("added_tokens_decoder") or {}
     try:
-        ids = {name: int(token) for name, token in (read_json(plain) if plain.is_file() else {}).items()}
+        ids = {name: int(token) for name, token in plain.items()}
         ids |= {str(entry["content"]): int(token) for token, entry in listed.items()}
         shown = {int(token) for token, entry in listed.items() if not entry.get("special", True)}
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -54,6 +41,24 @@ def added_tokens(directory: Path) -> AddedTokens:
             "id, and added_tokens.json ids by content"
         ) from None
     return AddedTokens(ids, frozenset(ids.values()) - shown)
+
+
+def check_flags(config: Mapping[str, Any], where: str, *, bpe: bool = True) -> None:
+    """Refuses what a `tokenizer_config.json` may ask for beyond its tokens, and is not done. Raises `ConfigError`."""
+    cleaned = config.get("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output")
+    if config.get("clean_up_tokenization_spaces") and (cleaned or not bpe):
+        raise ConfigError(
+            f"{where}: clean_up_tokenization_spaces is not supported: it changes text that is out already; set it to "
+            "false"
+        )
+    if config.get("fix_mistral_regex"):
+        raise ConfigError(f"{where}: fix_mistral_regex is not supported; change the pattern in tokenizer.json instead")
+    versions = config.get("fast_tokenizer_files")
+    if isinstance(versions, list) and any(name != "tokenizer.json" for name in versions):
+        raise ConfigError(
+            f"{where}: fast_tokenizer_files is not supported: name the file that counts tokenizer.json, and leave it "
+            "out"
+        )
 
 
 def import_package(package: str, path: Path) -> Any:
@@ -69,6 +74,7 @@ def import_package(package: str, path: Path) -> Any:
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Whatever a tokenizer library raises over a file, as one line."""
+    check_file(path, "a tokenizer file", CheckpointError)
     try:
         yield
     except (KeyboardInterrupt, SystemExit):

@@ -5,24 +5,22 @@ All of them are a `Tokenizer`, so nothing after loading knows which file it was.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from seqmoe_jax.errors import CheckpointError, PromptError
+from seqmoe_jax.errors import CheckpointError, ConfigError, PromptError
+from seqmoe_jax.text.sentencepiece import tokenizer_of_pieces
+from seqmoe_jax.text.side_tokens import add_to, read_side_tokens
 from seqmoe_jax.text.tiktoken import TiktokenTokenizer
-from seqmoe_jax.text.tokenizer_files import (
-    NO_TOKENS,
-    AddedTokens,
-    added_tokens,
-    import_package,
-    reading,
-    special_token,
-    tokenizer_config,
-)
+from seqmoe_jax.text.tokenizer_files import added_tokens, check_flags, read_if_there, reading
+from seqmoe_jax.text.tokenizer_kinds import kind_of
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_LONG = 10_000  # characters from which on encoding lets other threads run meanwhile, which costs a little
 
 
 @runtime_checkable
@@ -47,78 +45,88 @@ class Tokenizer(Protocol):
 def open_tokenizer(directory: Path, family: str = "") -> Tokenizer:
     """The tokenizer of a model directory, of whichever format is there, `tokenizer.json` first.
 
-    `family` is the `model_type`: a `*.tiktoken` file says neither how text is split nor what is special. Raises
-    `CheckpointError` where there is none or it is damaged, `ConfigError` where it cannot be used.
+    `family` is the `model_type`: of some of them the library that made the file has rules of its own, and a
+    `*.tiktoken` file says neither how text is split nor what is special. Raises `CheckpointError` where there is none
+    or it is damaged, `ConfigError` where it cannot be used.
     """
     if (directory / "tokenizer.json").is_file():
-        return FileTokenizer(directory)
+        return FileTokenizer(tokenizer_of_file(directory, family))
     ranks = sorted(directory.glob("*.tiktoken"))
     if ranks:
         return TiktokenTokenizer(ranks[0], family=family, added=added_tokens(directory))
     if (directory / "tokenizer.model").is_file():
-        add_bos = bool(tokenizer_config(directory).get("add_bos_token", True))
-        return SentencePieceTokenizer(directory / "tokenizer.model", added=added_tokens(directory), add_bos=add_bos)
+        return FileTokenizer(tokenizer_of_pieces(directory, family))
     raise CheckpointError(
         f"{directory / 'tokenizer.json'}: expected the model's tokenizer (or a *.tiktoken or tokenizer.model file), "
         "got no such file; copy it there from the model's page"
     )
 
 
+def tokenizer_of_file(directory: Path, family: str) -> tokenizers.Tokenizer:
+    """A `tokenizer.json` with what stands beside it, as transformers reads both.
+
+    Raises `CheckpointError` where it is damaged, `ConfigError` where something beside it is not supported.
+    """
+    import tokenizers  # takes a while to import; not needed for token ids
+
+    path = directory / "tokenizer.json"
+    config = read_if_there(directory / "tokenizer_config.json")
+    kind = kind_of(directory, family)
+    with reading(path):
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    bpe = isinstance(tokenizer.model, tokenizers.models.BPE)
+    check_flags(config, str(directory / "tokenizer_config.json"), bpe=bpe)
+    tokens = read_side_tokens(
+        directory,
+        defaults=pad_token(tokenizer.padding) | {**(kind.defaults if kind else {})},
+        own=tokenizer.get_added_tokens_decoder(),
+    )
+    if kind is not None:
+        if not bpe:
+            raise ConfigError(f"{path}: expected a BPE model, as {family} has it, got {type(tokenizer.model).__name__}")
+        ends = None if kind.own_ends else tokenizer.post_processor
+        tokenizer = tokenizers.Tokenizer(_plain(tokenizer.model))
+        kind.rebuild(tokenizer, config)
+        if ends is not None:
+            tokenizer.post_processor = ends
+    tokenizer.encode_special_tokens = bool(config.get("split_special_tokens", False))
+    add_to(tokenizer, tokens)
+    if kind is not None and kind.respecial:
+        names = dict.fromkeys(str(getattr(t, "content", t)) for t in (*tokens.named.values(), *tokens.extra))
+        tokenizer.add_tokens([tokenizers.AddedToken(name, special=True) for name in names])
+    return tokenizer
+
+
+def pad_token(padding: Mapping[str, Any] | None) -> dict[str, str]:
+    """The token that a `tokenizer.json` pads with, which is special."""
+    return {"pad_token": str(padding["pad_token"])} if padding else {}
+
+
+def _plain(model: tokenizers.models.BPE) -> tokenizers.models.BPE:
+    """The same vocabulary and merges without the file's other settings."""
+    model.unk_token = model.dropout = None
+    model.continuing_subword_prefix = model.end_of_word_suffix = ""
+    model.fuse_unk = model.byte_fallback = model.ignore_merges = False
+    return model
+
+
 class FileTokenizer:
-    """A `tokenizer.json`. Raises `CheckpointError` where it is missing or damaged."""
+    """A tokenizer of the library `tokenizers`, or the one of a directory."""
 
-    def __init__(self, directory: Path):
-        import tokenizers  # takes a while to import; not needed for token ids
-
-        path = directory / "tokenizer.json"
-        with reading(path):
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        # What the file says of both is for training: prompts are neither cut nor filled up.
+    def __init__(self, tokenizer: tokenizers.Tokenizer | Path, family: str = ""):
+        self._tokenizer = tokenizer_of_file(tokenizer, family) if isinstance(tokenizer, Path) else tokenizer
+        # What files say of both is for training: prompts are neither cut nor filled up.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        known = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab = 1 + max((known | added_tokens(directory).ids).values(), default=-1)
-        config = tokenizer_config(directory)
-        # Some files leave the BOS to tokenizer_config.json (DeepSeek), most add it themselves.
-        bos = special_token(config, "bos_token") if config.get("add_bos_token") is True else None
-        self._bos: list[int] = [] if bos is None else self._tokenizer.encode(bos, add_special_tokens=False).ids
+        self.vocab = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids if not add_special_tokens or ids[: len(self._bos)] == self._bos else self._bos + ids
+        if len(text) < _LONG:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        return list(self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
-
-
-class SentencePieceTokenizer:
-    """A sentencepiece `tokenizer.model` (Mixtral and others of that time). Needs the package `sentencepiece`."""
-
-    def __init__(self, path: Path, *, added: AddedTokens = NO_TOKENS, add_bos: bool = True):
-        sentencepiece = import_package("sentencepiece", path)
-        with reading(path):
-            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        own = {self._model.id_to_piece(i): i for i in range(self._model.vocab_size()) if self._model.is_control(i)}
-        self._special = own | added.ids
-        self._hidden = added.hidden | set(own.values())
-        self._inside = self._model.vocab_size()
-        self._names = {token: name for name, token in added.ids.items() if token >= self._inside}
-        self._split = re.compile("|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)")
-        self._bos = [self._model.bos_id()] if add_bos and self._model.bos_id() >= 0 else []
-        self.vocab = max(self._inside, 1 + max(self._special.values(), default=0))
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids = list(self._bos) if text and add_special_tokens else []
-        at = 0
-        for match in self._split.finditer(text):
-            ids += [*self._model.encode(text[at : match.start()]), self._special[match.group()]]
-            at = match.end()
-        return ids + self._model.encode(text[at:])
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        shown = [token for token in tokens if token not in self._hidden]
-        runs = groupby(shown, key=lambda token: self._names.get(token))  # added tokens are not the model's to decode
-        return "".join(self._model.decode(list(run)) if name is None else name * len(list(run)) for name, run in runs)
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 @dataclass(frozen=True, kw_only=True)
