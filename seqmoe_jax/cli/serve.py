@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from seqmoe_jax.cli.arguments import add_load_arguments, add_options, generate_options, load_engine
@@ -40,13 +41,15 @@ def run(args: argparse.Namespace) -> int:
         name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
         host, port = listening.getsockname()[:2]
         sampling = generate_options(args).sampling_over(engine.defaults)
-        service = Service(engine, name=name, sampling=sampling, hosts=answered_hosts(host, [args.host, *args.allow_host]
-                          if args.allow_host else []))  # fmt: skip
+        service = Service(engine, name=name, sampling=sampling, hosts=answered_hosts(host, args.allow_host))
         address = f"[{host}]" if ":" in host else host
         print(f"seqmoe: {name} at http://{address}:{port}/v1 (Ctrl-C ends it)", file=sys.stderr, flush=True)
-        Server(service).run(sockets=[listening])
-    ended = service.scheduler.join(LAST_STEP)
+        server = Server(service)
+        server.run(sockets=[listening])
+    ended = False
+    with suppress(KeyboardInterrupt):  # once more
+        ended = service.scheduler.join(0 if server.force_exit else LAST_STEP)
     print("seqmoe: ended", file=sys.stderr, flush=True)
-    if not ended:  # a compilation, which nothing can interrupt; Python would wait for it
+    if not ended:  # it compiles, which nothing can interrupt and Python would wait for
         os._exit(0)
     return 0

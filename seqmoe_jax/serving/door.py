@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -12,16 +11,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from seqmoe_jax.serving import answers
 from seqmoe_jax.serving.hosts import is_answered
 from seqmoe_jax.serving.limits import Limits
+from seqmoe_jax.serving.work import unless
 
 
 class Door:
-    """An application behind these checks. `hosts`: those it answers to, None: all."""
+    """An application behind these checks. `hosts`: those it answers to, None: all. `closing`: the server ends."""
 
-    def __init__(self, app: ASGIApp, *, hosts: frozenset[str] | None, limits: Limits):
-        self._app, self._hosts, self._limits = app, hosts, limits
+    def __init__(self, app: ASGIApp, *, hosts: frozenset[str] | None, limits: Limits, closing: asyncio.Event):
+        self._app, self._hosts, self._limits, self._closing = app, hosts, limits, closing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = _Exchange(scope, receive, send, self._limits.linger)
+        exchange = _Exchange(scope, receive, send, self._limits.linger, self._closing)
         app: ASGIApp = self._app
         host = Headers(scope=scope).get("host")
         if not is_answered(host, self._hosts):
@@ -37,9 +37,9 @@ class _Exchange:
     """A request and its answer. Where the answer comes first, the rest of the body is read for a while: a socket that
     is closed with bytes unread takes the answer with it."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, linger: float):
+    def __init__(self, scope: Scope, receive: Receive, send: Send, linger: float, closing: asyncio.Event):
         headers = Headers(scope=scope)
-        self._receive, self._send, self._linger = receive, send, linger
+        self._receive, self._send, self._linger, self._closing = receive, send, linger, closing
         self._whole = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
         self._early = False
 
@@ -56,9 +56,10 @@ class _Exchange:
         if self._early and message["type"] == "http.response.body" and not message.get("more_body"):
             await self._send({**message, "more_body": True})
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._linger):
-                    while not self._whole:
-                        await self.receive()
-            end: dict[str, Any] = {"type": "http.response.body", "body": b""}
-            message = end
+                await unless(self._closing.wait(), TimeoutError(), asyncio.wait_for(self._rest(), self._linger))
+            message = {"type": "http.response.body", "body": b""}
         await self._send(message)
+
+    async def _rest(self) -> None:
+        while not self._whole:
+            await self.receive()

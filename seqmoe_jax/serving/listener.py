@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from typing import Any
 
@@ -36,6 +37,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=GRACE, http=_protocol(service.limits.pause),
         )  # fmt: skip
         super().__init__(config)
+        logging.getLogger("uvicorn.error").addFilter(_is_fault)
         self._service = service
 
     def handle_exit(self, sig: int, frame: Any) -> None:
@@ -50,6 +52,11 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.close()
         await super().shutdown(sockets)
+
+
+def _is_fault(record: logging.LogRecord) -> bool:
+    """What is cut when the server ends is none."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def _protocol(pause: float) -> type[asyncio.Protocol]:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from seqmoe_jax.api import Engine
-from seqmoe_jax.errors import ConfigError, PromptError
+from seqmoe_jax.errors import SeqMoEError
 from seqmoe_jax.fields import shown
 from seqmoe_jax.generation import Request
 from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.serving.fields import read_fields
-from seqmoe_jax.serving.lengths import check_messages_length, check_text_length, new_tokens
+from seqmoe_jax.serving.lengths import check_messages_length, check_text_length, new_tokens, too_long
 from seqmoe_jax.serving.refusal import Refusal
 
 MAX_TOKENS = 16  # of a completion that gives no number; a chat gets what the context leaves (both as OpenAI has it)
@@ -64,6 +64,11 @@ def parse(body: Any, engine: Engine, base: SamplingConfig, *, model: str, chat: 
         )
         for path, request in zip(paths, requests, strict=True)
     ]
+    for path, request in zip(paths, requests, strict=True):
+        try:
+            engine.token_engine.check([request.tokens], [request.max_new_tokens])
+        except SeqMoEError as error:
+            raise Refusal(f"{path}: {error}", param=path) from None
     return Query(
         chat=chat,
         model=model,
@@ -110,7 +115,7 @@ def _conversation(given: Mapping[str, Any], engine: Engine) -> Request:
         options["reasoning_effort"] = given["reasoning_effort"]
     try:
         return engine.request(messages=messages, chat_options=options)
-    except (PromptError, ConfigError) as error:
+    except SeqMoEError as error:
         message = re.sub(r"\bmessage (\d+)\b", r"messages[\1]", str(error))
         named = re.search(r"messages\[\d+\]", message)
         raise Refusal(message, param=named.group() if named else "messages") from None
@@ -127,11 +132,13 @@ def _prompts(given: Mapping[str, Any], engine: Engine) -> list[Request]:
             raise Refusal(f"{path} is empty: give at least one character or token", param=path)
         if isinstance(prompt, str):
             check_text_length(path, prompt, engine)
+        elif len(prompt) > engine.token_engine.context:
+            raise too_long(path, f"{len(prompt):,} tokens", engine)
         elif not all(0 <= token < vocabulary for token in prompt):
             raise Refusal(f"{path} has a token id outside of the vocabulary of {vocabulary}", param=path)
         try:
             requests.append(engine.request(prompt))
-        except (PromptError, ConfigError) as error:
+        except SeqMoEError as error:
             raise Refusal(f"{path}: {error}", param=path) from None
     return requests
 

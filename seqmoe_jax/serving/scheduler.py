@@ -42,10 +42,8 @@ class RequestScheduler:
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queues jobs, all or none. Raises what the engine would for one that cannot run, and `ServerError` where too
-        many wait or the scheduler is closed."""
-        for job in jobs:
-            self._engine.token_engine.check([job.request.tokens], [job.request.max_new_tokens])
+        """Queues jobs, all or none, that the engine can run. Raises `ServerError` where too many wait or the scheduler
+        is closed."""
         with self._changed:
             if self._closed:
                 raise ServerError("the server is shutting down")

@@ -63,7 +63,7 @@ class Service:
         }  # fmt: skip
         app = Starlette(routes=routes, exception_handlers=handlers)
         app.router.redirect_slashes = False
-        return Door(app, hosts=self.hosts, limits=self.limits)
+        return Door(app, hosts=self.hosts, limits=self.limits, closing=self._closing)
 
     def close(self) -> None:
         """Ends everything that is under way, on the event loop."""

@@ -6,12 +6,13 @@ from http.client import HTTPConnection
 
 HELLO = [{"role": "user", "content": "Hello"}]
 JSON = {"Content-Type": "application/json"}
+COMPLETIONS = "/v1/completions"
 
 
 def call(port, method, path, body=None, headers=JSON):
-    """Status and bytes of an answer; the body is JSON unless it is bytes."""
+    """Status and bytes of an answer; a body that is an object or a list is sent as JSON."""
     connection = HTTPConnection("127.0.0.1", port, timeout=30)
-    connection.request(method, path, body if isinstance(body, (bytes, type(None))) else json.dumps(body), dict(headers))
+    connection.request(method, path, json.dumps(body) if isinstance(body, (dict, list)) else body, dict(headers))
     response = connection.getresponse()
     data = response.read()
     connection.close()

@@ -1,5 +1,6 @@
 """A tiny engine behind a real socket."""
 
+import logging
 import threading
 from contextlib import contextmanager
 
@@ -13,7 +14,7 @@ from seqmoe_jax.testing import tiny_engine
 from seqmoe_jax.text import Chat
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def engine():
     engine = tiny_engine(residency=0.5, max_batch=2)
     engine.chat = Chat(render=lambda messages: "".join(message["content"] + "\n" for message in messages))
@@ -55,3 +56,17 @@ def service(engine):
 def port(service):
     with running(service) as port:
         yield port
+
+
+@pytest.fixture
+def faults():
+    """What the server logs as an error."""
+    records = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: records.append(record.getMessage())
+    loggers = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio", "seqmoe_jax")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield records
+    for logger in loggers:
+        logger.removeHandler(handler)

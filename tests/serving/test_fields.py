@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from client import HELLO, call, post
+from client import COMPLETIONS, HELLO, call, post
 
 from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.serving.fields import FIELDS, as_markdown
@@ -13,7 +13,7 @@ from seqmoe_jax.serving.query import parse
 from seqmoe_jax.serving.table import ROWS
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
 BODIES = {CHAT: {"messages": HELLO, "max_tokens": 1}, COMPLETIONS: {"prompt": "a", "max_tokens": 1}}
 
 # What the references name. A value that matters, for those that are refused; None: nothing that is sent can matter.

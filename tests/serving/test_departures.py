@@ -1,0 +1,214 @@
+"""Clients leave at any moment: nothing goes on for them, and the log says nothing. Servers end at any moment too."""
+
+import json
+import socket
+import struct
+import threading
+import time
+from http.client import HTTPConnection
+
+import pytest
+from client import COMPLETIONS, HELLO, JSON, call, events, post, raw
+
+from seqmoe_jax.generation import Piece
+from seqmoe_jax.serving.limits import Limits
+
+BODY = json.dumps({"messages": HELLO, "max_tokens": 60, "stream": True}).encode()
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+
+
+def until_idle(port):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        load = json.loads(call(port, "GET", "/health")[1])
+        if (load["running"], load["waiting"]) == (0, 0):
+            return
+        time.sleep(0.02)
+    raise AssertionError(load)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        HEAD[:30],
+        HEAD,
+        WHOLE[:-20],
+        WHOLE,
+        WHOLE.replace(b"true", b"null"),
+        WHOLE + WHOLE,
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n",
+        HEAD + b"Content-Length: 99999999\r\n\r\n" + b"x" * 200_000,
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+)
+def test_one_that_leaves_is_forgotten_in_silence(port, faults, sent, reset):
+    for pause in (0.0, 0.05):
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(sent)
+            time.sleep(pause)
+            if reset:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    until_idle(port)
+    assert faults == []
+
+
+def test_one_that_leaves_the_queue_is_never_run(serve, engine, monkeypatch):
+    release, prompts = threading.Event(), []
+    run = type(engine).run
+
+    def held(requests):
+        prompts.extend(request.tokens for request in requests)
+        release.wait(30)
+        return run(engine, requests)
+
+    monkeypatch.setattr(engine, "run", held)
+    with serve() as port:
+        first = threading.Thread(target=post, args=(port, COMPLETIONS), kwargs=dict(prompt="a", max_tokens=1))
+        first.start()
+        while not prompts:
+            time.sleep(0.01)
+        second = HTTPConnection("127.0.0.1", port)
+        second.request("POST", COMPLETIONS, json.dumps({"prompt": "left", "max_tokens": 1}), JSON)
+        while json.loads(call(port, "GET", "/health")[1])["waiting"] != 1:
+            time.sleep(0.01)
+        second.close()
+        while json.loads(call(port, "GET", "/health")[1])["waiting"]:
+            time.sleep(0.01)
+        release.set()
+        first.join(30)
+    assert prompts == [list(b"a")]
+
+
+def finish(answers, compiled):
+    """Ends the compilation once four have their answers; or after a while, which is too late."""
+    deadline = time.monotonic() + 15
+    while len(answers) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if len(answers) < 4:
+        answers.append("none came before the compilation ended")
+    compiled.set()
+
+
+def test_a_server_that_ends_tells_whoever_waits_at_once(serve, engine, monkeypatch, faults):
+    """Also in the middle of a compilation, which takes minutes and cannot be interrupted."""
+    compiled, began = threading.Event(), threading.Event()
+    run = type(engine).run
+
+    def compiling(requests):
+        began.set()
+        compiled.wait(60)
+        return run(engine, requests)
+
+    monkeypatch.setattr(engine, "run", compiling)
+    answers = []
+    try:
+        with serve(limits=Limits(linger=30.0)) as port:
+            asking = [
+                threading.Thread(target=lambda s=stream: answers.append(post(port, COMPLETIONS, prompt="a", stream=s)))
+                for stream in (False, True, False)
+            ]
+            for thread in asking:
+                thread.start()
+            began.wait(30)
+            half = threading.Thread(target=lambda: answers.append(raw(port, WHOLE[:-20])))
+            half.start()
+            threading.Thread(target=finish, args=(answers, compiled)).start()
+            time.sleep(0.3)
+        assert "none came before the compilation ended" not in answers
+        assert sorted(answer[0] for answer in answers if isinstance(answer, tuple)) == [503] * 3
+        assert all(b"503" in answer[:12] for answer in answers if isinstance(answer, bytes))
+        assert "shutting down" in str(answers[0])
+        for thread in (*asking, half):
+            thread.join(10)
+    finally:
+        compiled.set()
+    assert faults == []
+
+
+def test_a_stream_is_told_that_the_server_ends(serve, engine, monkeypatch):
+    steps = threading.Semaphore(3)
+    run = type(engine).run
+
+    def slowly(requests):
+        pieces = run(engine, requests)
+
+        class Held:
+            drop = pieces.drop
+
+            def __iter__(self):
+                for piece in pieces:
+                    steps.acquire(timeout=2.0)
+                    yield piece
+
+        return Held()
+
+    monkeypatch.setattr(engine, "run", slowly)
+    with serve() as port:
+        connection = HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request("POST", "/v1/chat/completions", BODY, JSON)
+        response = connection.getresponse()
+        response.readline()
+    last = response.read().decode().strip().split("\n\n")[-1]
+    connection.close()
+    assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
+
+
+def test_streams_survive_clients_that_split_lines_anywhere(port, engine, monkeypatch):
+    text = "a\u2028b\u2029c\u0085d\x0be\x1cf\r\ng\U0001f642"
+
+    class Run:
+        def __init__(self, requests):
+            pass
+
+        def __iter__(self):
+            yield Piece(sequence=0, text=text, reasoning=text, finish_reason="stop")
+
+        def drop(self, index):
+            pass
+
+    monkeypatch.setattr(engine, "run", Run)
+    _, data = call(port, "POST", "/v1/chat/completions", {"messages": HELLO, "stream": True})
+    lines = [line for line in data.decode().splitlines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines[:-1]]
+    assert "".join(delta.get("content", "") for delta in deltas) == text
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == text
+    assert post(port, "/v1/chat/completions", messages=HELLO)[1]["choices"][0]["message"]["content"] == text
+    assert events(port, COMPLETIONS, prompt="a")[0]["choices"][0]["text"] == text
+
+
+def test_a_connection_is_kept_for_the_next_request(port):
+    connection = HTTPConnection("127.0.0.1", port, timeout=30)
+    for body in ({"prompt": "a", "max_tokens": 1}, {"prompt": "a", "n": 2}, {"prompt": "a", "max_tokens": 1}):
+        connection.request("POST", COMPLETIONS, json.dumps(body), JSON)
+        response = connection.getresponse()
+        response.read()
+        assert response.status == (400 if "n" in body else 200)
+        assert not response.will_close
+        assert connection.sock is not None
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "allow"),
+    [("HEAD", "/health", 200, None), ("HEAD", "/v1/models", 200, None), ("HEAD", COMPLETIONS, 405, "POST"),
+     ("OPTIONS", COMPLETIONS, 405, "POST"), ("GET", COMPLETIONS, 405, "POST"), 
+     ("DELETE", "/v1/models", 405, "GET, HEAD"),
+     ("OPTIONS", "*", 404, None), ("BREW", "/tea", 404, None), ("GET", "/v1/models/other", 404, None),
+     ("GET", "/v1/models/tiny", 200, None), ("GET", "/%00/%ff/", 404, None)],
+)  # fmt: skip
+def test_what_is_not_there_is_an_error_in_openais_form(port, method, path, status, allow):
+    connection = HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request(method, path)
+    response = connection.getresponse()
+    data = response.read()
+    assert response.status == status
+    assert response.getheader("content-type") == "application/json"
+    if allow is not None:
+        assert sorted(response.getheader("allow").split(", ")) == sorted(allow.split(", "))
+    if method != "HEAD" and status != 200:
+        assert json.loads(data)["error"]["type"] == "invalid_request_error"
+    assert (method == "HEAD") == (data == b"")
+    connection.close()
