@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from seqmoe_jax.errors import one_line
 from seqmoe_jax.serving.query import Query
 
 
@@ -30,7 +31,7 @@ def error(
     message: str, kind: str = "invalid_request_error", code: str | None = None, param: str | None = None
 ) -> dict[str, Any]:
     """OpenAI's form of an error."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": one_line(message), "type": kind, "param": param, "code": code}}
 
 
 def refused(

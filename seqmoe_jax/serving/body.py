@@ -32,7 +32,7 @@ def check_headers(headers: Mapping[str, str], most: int) -> None:
     if (encoding := headers.get("content-encoding", "identity").lower()) != "identity":
         raise Refusal(f"the body must not be compressed, got Content-Encoding: {encoding[:60]!r}", status=415)
     length = headers.get("content-length", "0")
-    if length.isdigit() and int(length[:20]) > most:
+    if length.isascii() and length.isdigit() and int(length[:20]) > most:
         raise _too_large(most, f"{int(length[:20]):,} bytes")
 
 

@@ -116,9 +116,8 @@ def _conversation(given: Mapping[str, Any], engine: Engine) -> Request:
     try:
         return engine.request(messages=messages, chat_options=options)
     except SeqMoEError as error:
-        message = re.sub(r"\bmessage (\d+)\b", r"messages[\1]", str(error))
-        named = re.search(r"messages\[\d+\]", message)
-        raise Refusal(message, param=named.group() if named else "messages") from None
+        named = re.search(r"messages\[\d+\](\.\w+)*", str(error))
+        raise Refusal(str(error), param=named.group() if named else "messages") from None
 
 
 def _prompts(given: Mapping[str, Any], engine: Engine) -> list[Request]:
