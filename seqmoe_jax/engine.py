@@ -36,7 +36,7 @@ from seqmoe_jax.options import EngineOptions, SamplingConfig, check_policy
 from seqmoe_jax.prefetch.engine import TransferCounts
 from seqmoe_jax.prefetch.factory import make_transfers
 from seqmoe_jax.prefill.lengths import capacity_of
-from seqmoe_jax.prefill.programs import first_token
+from seqmoe_jax.prefill.programs import begin_decoding, first_token
 from seqmoe_jax.prefill.reader import PromptReader
 from seqmoe_jax.programs import Programs, shapes_of
 from seqmoe_jax.prompts import check_prompts
@@ -55,6 +55,7 @@ class _Batch:
     size: int
     capacity: int
     sampling: SamplingParams
+    of_each: Sequence[SamplingParams]  # the same, of each sequence
     eos_token_ids: Int32[Array, " N"]
     config: StepConfig
 
@@ -210,13 +211,10 @@ class TokenEngine:
         """
         just_one = [1] * len(sequences)
         self.check(sequences, just_one)
-        batch = 1 << (len(sequences) - 1).bit_length()
-        capacity = capacity_of([*map(len, sequences)], just_one, batch)
+        capacity = capacity_of([*map(len, sequences)], just_one)
         with self._lock:
             self._begin()
-            return self._reader.routing(
-                sequences, batch=batch, capacity=capacity, offload=self._offload, hold=self._hold
-            )
+            return self._reader.routing(sequences, capacity=capacity, offload=self._offload, hold=self._hold)
 
     def _new_offload(self) -> Offload:
         """An empty cache, or one that holds what its policy keeps from the start."""
@@ -241,13 +239,15 @@ class TokenEngine:
     ) -> Iterator[TokenEvent]:
         started, compiled_before, transferred_before = time.perf_counter(), self.programs.compile_s, self._transferred()
         size = 1 << (len(prompts) - 1).bit_length()  # few batch sizes are compiled; the rest is padding that is done
-        params, eos_ids = jax.device_put(
-            (SamplingParams.of(sampling, size), np.array(list(eos_token_ids) or [-1], np.int32)), self.device
-        )
+        params, *alone, eos_ids = jax.device_put(
+            (SamplingParams.of(sampling, size), *(SamplingParams.of([each], 1) for each in sampling),
+             np.array(list(eos_token_ids) or [-1], np.int32)), self.device
+        )  # fmt: skip
         batch = _Batch(
             size=size,
-            capacity=capacity_of([*map(len, prompts)], max_new_tokens, size),
+            capacity=capacity_of([*map(len, prompts)], max_new_tokens),
             sampling=params,
+            of_each=alone,
             eos_token_ids=eos_ids,
             config=self._step_config(sampling[0].greedy),
         )
@@ -348,17 +348,38 @@ class TokenEngine:
         self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], batch: _Batch
     ) -> tuple[Sequences, StepOutput]:
         """All prompts through all layers; samples the first new token of each."""
-        sequences, reading = self._reader.read(
+        lanes, counts = self._reader.read(
             prompts, max_new_tokens, batch=batch.size, capacity=batch.capacity, offload=self._offload, hold=self._hold
         )
         if self.policy == "prefill-hot" and self.plan.slots < self.model.spec.num_keys:
-            self._keep_most_used(np.asarray(reading.counts.tokens_per_expert))
+            self._keep_most_used(np.asarray(counts.tokens_per_expert))
+        sequences, ends = [], []
+        for index, lane in enumerate(lanes):
+            # The lanes that make the batch whole draw as any other; they are done, so nothing comes of it.
+            sampling = batch.of_each[min(index, len(batch.of_each) - 1)]
+            args: tuple[Any, ...] = (
+                lane.sequence,
+                lane.reading.last,
+                self.model.weights,
+                sampling,
+                batch.eos_token_ids,
+            )
+            program = self.programs.get(("first", *batch.key[2:]), "sampling", first_token, *args, config=batch.config)
+            sequence, end = program(*args)
+            sequences.append(sequence)
+            ends.append(end)
+        states = self._reader.join(lanes)
         predictor = None if self.predictor is None else self.predictor.weights
-        args = (sequences, self._offload, reading, self.model.weights, batch.sampling, batch.eos_token_ids, predictor,
-                self.replay)  # fmt: skip
-        program = self.programs.get(("first", *batch.key), "sampling", first_token, *args, config=batch.config)
-        sequences, self._offload, output = program(*args)
-        return sequences, output
+        readings = [lane.reading for lane in lanes]
+        args = (
+            self._offload._replace(predictor=None), tuple(sequences), tuple(each.predictor for each in readings),
+            tuple(ends), tuple(each.routing for each in readings), counts.totals, predictor, self.replay,
+        )  # fmt: skip
+        program = self.programs.get(
+            ("begin", batch.size), "the first forecast", begin_decoding, *args, config=batch.config
+        )
+        joined, self._offload, output = program(*args)
+        return joined._replace(states=states), output
 
     def _keep_most_used(self, tokens_of: np.ndarray) -> None:
         """Policy prefill-hot: loads what the prompt used most and is not there yet, and fixes it."""

@@ -15,7 +15,7 @@ from seqmoe_jax.errors import ConfigError, ResidencyError
 from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.options import MAX_BATCH, Residency
 from seqmoe_jax.prefill.experts import ROWS_PER_BLOCK
-from seqmoe_jax.prefill.lengths import PASS_CHUNKS, chunk_length, kv_capacity
+from seqmoe_jax.prefill.lengths import CHUNK, PASS_CHUNKS, bucket, capacity_of
 
 DEFAULT_CONTEXT = 4096  # memory is planned for the whole context: a longer one has to be asked for
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -68,21 +68,22 @@ def dense_bytes(spec: ModelSpec, activations: np.dtype | type) -> int:
 
 def state_bytes(spec: ModelSpec, batch: int, context: int, activations: np.dtype | type) -> int:
     """The size of what the mixers keep of the sequences' past."""
-    init = partial(empty_sequences, spec=spec, batch=batch, capacity=kv_capacity(context), dtype=np.dtype(activations))
+    init = partial(
+        empty_sequences, spec=spec, batch=batch, capacity=capacity_of([context], [0]), dtype=np.dtype(activations)
+    )
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(init).states))
 
 
 def workspace_bytes(spec: ModelSpec, batch: int, context: int, pass_chunks: int = PASS_CHUNKS[-1]) -> int:
     """An upper estimate of temporaries: those of a pass of prefill with the widest of its parts, or the logits."""
-    moe, chunk = spec.moe, chunk_length(batch)
-    tokens = batch * chunk * min(pass_chunks, 1 << (-(-context // chunk) - 1).bit_length())
-    rows = ROWS_PER_BLOCK
+    moe, chunk, rows = spec.moe, CHUNK, ROWS_PER_BLOCK
+    tokens = chunk * min(pass_chunks, bucket(batch * -(-context // chunk) * chunk) // chunk)
     blocks = -(-tokens * moe.top_k // rows) + min(moe.num_experts, tokens * moe.top_k)
     # Expert outputs and hidden activations of the experts, in float32, and a chunk's sums over them.
-    grouped = blocks * rows * 4 * (spec.hidden + moe.width) + 8 * batch * chunk * spec.hidden
-    mixing = max(layer.mixer.workspace_bytes(batch, chunk, kv_capacity(context)) for layer in spec.layers)
+    grouped = blocks * rows * 4 * (spec.hidden + moe.width) + 8 * chunk * spec.hidden
+    mixing = max(layer.mixer.workspace_bytes(1, chunk, capacity_of([context], [0])) for layer in spec.layers)
     # The streams of the pass and what their experts read; of a chunk also a copy in float32.
-    streams = math.prod(spec.token_shape) * (4 * tokens + 8 * batch * chunk) + 4 * tokens * spec.hidden
+    streams = math.prod(spec.token_shape) * (4 * tokens + 8 * chunk) + 4 * tokens * spec.hidden
     routing = 8 * spec.num_keys // moe.num_experts * tokens * moe.top_k
     return max(grouped, mixing, 8 * batch * spec.vocab) + streams + routing + (64 << 20)
 

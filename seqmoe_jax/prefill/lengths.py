@@ -1,7 +1,9 @@
 """How prompts are cut into passes and chunks, and for how many positions there is room.
 
-Programs are compiled for every length that occurs, so all lengths here are rounded up to a few. A *chunk* goes through
-a mixer at once; a *pass*, some chunks, goes through all experts of a layer at once.
+Programs are compiled for every length that occurs, so all lengths here are rounded up to a few. A *chunk* of one
+sequence goes through a mixer at once; a *pass*, some chunks of some sequences, goes through all experts of a layer at
+once. A sequence is cut at its own positions, and its chunks are computed by themselves, so that what comes of them
+depends neither on other sequences nor on the passes.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-CHUNK = 1024  # most tokens (over all sequences) that pass a mixer at once: bounds its workspace
+CHUNK = 1024  # most tokens that pass a mixer at once: bounds its workspace
 # Chunks that pass a layer before the next one begins: an expert moves once for all of them. The more the better, as far
 # as their workspace fits (`memory.plan` chooses).
 PASS_CHUNKS = (16, 8, 4)
@@ -17,43 +19,40 @@ SMALLEST_BUCKET = 16
 
 
 class Chunk(NamedTuple):
-    """`width` positions of every sequence from `start` on, counted from the beginning of its pass."""
+    """`width` positions of a sequence from `start` on; they lie at `at` in their pass. Some of the last chunk of a
+    sequence are padding."""
 
+    sequence: int
     start: int
     width: int
+    at: int
 
 
 class Pass(NamedTuple):
-    """`length` positions of every sequence from `start` on, and the chunks that they go through mixers in.
+    """Chunks that go through the experts together, and the `length` that they are padded to."""
 
-    Of few lengths, so the last ones may lie behind all chunks: nothing is computed for these.
-    """
-
-    start: int
     length: int
     chunks: list[Chunk]
 
 
 def bucket(length: int) -> int:
-    """The padded length of a chunk: the next power of two."""
-    return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
+    """The padded length of a chunk or a pass: the next power of four, so that there are few."""
+    return max(SMALLEST_BUCKET, 4 ** -(-(length - 1).bit_length() // 2))
 
 
-def chunk_length(batch: int) -> int:
-    """Longest chunk of each of `batch` sequences."""
-    return max(SMALLEST_BUCKET, CHUNK // batch)
-
-
-def passes_of(longest: int, batch: int, pass_chunks: int = PASS_CHUNKS[-1]) -> Iterator[Pass]:
-    """The passes of `batch` prompts, the longest of which has `longest` tokens. Chunks are the same however many pass
-    together."""
-    chunk = chunk_length(batch)
-    whole = chunk * pass_chunks
-    for start in range(0, longest, whole):
-        left = min(whole, longest - start)
-        chunks = [Chunk(at, bucket(min(chunk, left - at))) for at in range(0, left, chunk)]
-        count = 1 << (len(chunks) - 1).bit_length()
-        yield Pass(start, chunks[0].width if count == 1 else count * chunk, chunks)
+def passes_of(lengths: Sequence[int], pass_chunks: int = PASS_CHUNKS[-1]) -> Iterator[Pass]:
+    """The passes of prompts of these lengths, of at most `pass_chunks` whole chunks each."""
+    chunks = list[Chunk]()
+    end = 0
+    for sequence, length in enumerate(lengths):
+        for start in range(0, length, CHUNK):
+            width = bucket(min(CHUNK, length - start))
+            if end + width > CHUNK * pass_chunks:
+                yield Pass(bucket(end), chunks)
+                chunks, end = [], 0
+            chunks.append(Chunk(sequence, start, width, end))
+            end += width
+    yield Pass(bucket(end), chunks)
 
 
 def kv_capacity(length: int) -> int:
@@ -63,11 +62,10 @@ def kv_capacity(length: int) -> int:
     return -(-length // 4096) * 4096
 
 
-def capacity_of(prompts: Sequence[int], new: Sequence[int], batch: int) -> int:
+def capacity_of(prompts: Sequence[int], new: Sequence[int]) -> int:
     """Positions that a generation needs, from the lengths of its prompts and what may follow each.
 
-    The padding of the last chunk of the longest prompt is included.
+    The padding of each prompt's last chunk is included.
     """
-    *_, last = passes_of(max(prompts), batch)
-    padded_end = last.start + sum(last.chunks[-1])
-    return kv_capacity(max(padded_end, *(length + more for length, more in zip(prompts, new, strict=True))))
+    padded = (chunk.start + chunk.width for each in passes_of(prompts) for chunk in each.chunks)
+    return kv_capacity(max(*padded, *(length + more for length, more in zip(prompts, new, strict=True))))

@@ -18,16 +18,17 @@ from seqmoe_jax.decode.replay import Replay
 class RecordedPass(NamedTuple):
     """The routing that was recorded for every position of a pass, or of a chunk."""
 
-    ids: Int32[Array, "B P L K"]
-    weights: Float32[Array, "B P L K"]
+    ids: Int32[Array, "P L K"]
+    weights: Float32[Array, "P L K"]
 
 
 @jax.jit
 def replayed(
-    replay: Replay, steps: Int[Array, ""], lengths: Int[Array, " B"], positions: Int[Array, "B P"]
-) -> tuple[Int32[Array, "B P"], RecordedPass]:
-    """The recorded tokens and their routing for a pass, so that the prompts end before step `steps`."""
-    rows = (steps - lengths[:, None] + positions) % replay.tokens.shape[0]
+    replay: Replay, steps: Int[Array, ""], before: Int[Array, " P"]
+) -> tuple[Int32[Array, " P"], RecordedPass]:
+    """The recorded tokens and their routing for a pass whose tokens stand so many positions `before` the end of their
+    prompts, so that these end before step `steps`."""
+    rows = (steps - before) % replay.tokens.shape[0]
     return replay.tokens[rows], RecordedPass(replay.ids[rows], replay.weights[rows])
 
 
@@ -40,5 +41,4 @@ def choice(
     """
     if recorded is None:
         return ids, weights
-    forced = recorded.ids[:, :, moe_index].reshape(ids.shape)
-    return jnp.where(ids >= 0, forced, ids), recorded.weights[:, :, moe_index].reshape(ids.shape)
+    return jnp.where(ids >= 0, recorded.ids[:, moe_index], ids), recorded.weights[:, moe_index]

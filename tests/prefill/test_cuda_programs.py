@@ -46,7 +46,7 @@ cache = there(jax.eval_shape(lambda: empty_cache(config)))
 forecast = there(jax.eval_shape(lambda: from_history(jnp.zeros(24))))
 donated = cache, forecast, ExpertCounts(array((3,)), array((3, 8)))
 storage, elements = spec.expert_layout.storage, spec.expert_layout.block_elems
-normed, ids = array((1, length, 256), jnp.bfloat16), array((3, 1, length, 2))
+normed, ids = array((length, 256), jnp.bfloat16), array((3, length, 2))
 _, block_rows, _ = jax.eval_shape(
     lambda: assign_blocks(jnp.zeros((length, 2), jnp.int32), num_experts=8, rows=ROWS_PER_BLOCK))
 abstract = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"))

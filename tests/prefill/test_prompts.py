@@ -29,6 +29,7 @@ def small_passes():
     """A prompt of 75 tokens is two passes, of four chunks and one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("seqmoe_jax.prefill.lengths.CHUNK", 16)
+        patch.setattr("seqmoe_jax.memory.plan.CHUNK", 16)
         yield
 
 
@@ -49,16 +50,27 @@ def expected(model):
     return generate(TokenEngine(model, EngineOptions(policy="full")))
 
 
-def test_passes_cover_the_longest_prompt_in_few_lengths():
-    assert [(start, length) for start, length, _ in passes_of(75, 1)] == [(0, 64), (64, 16)]
-    for longest in (1, 16, 17, 63, 64, 65, 200):
-        end = 0
-        for start, length, chunks in passes_of(longest, 1):
-            assert start == end
-            end = start + length
-            assert [chunk.start for chunk in chunks] == list(range(0, length, 16))
-            assert all(chunk.start + chunk.width <= length for chunk in chunks)
-        assert longest <= end <= capacity_of([longest], [1], 1)
+def test_passes_cover_every_prompt_in_few_lengths():
+    assert [(each.length, len(each.chunks)) for each in passes_of([75])] == [(64, 4), (16, 1)]
+    for lengths in ([1], [16], [17], [63, 2], [64, 65], [200, 3, 40]):
+        read = dict.fromkeys(range(len(lengths)), 0)
+        for each in passes_of(lengths):
+            end = 0
+            for chunk in each.chunks:
+                assert (chunk.at, chunk.start) == (end, read[chunk.sequence])
+                end += chunk.width
+                read[chunk.sequence] += chunk.width
+            assert end <= each.length <= 64
+        for sequence, length in enumerate(lengths):
+            assert length <= read[sequence] <= capacity_of(lengths, [1] * len(lengths))
+
+
+def test_a_prompt_is_cut_alike_whoever_else_is_there():
+    def cuts(lengths, sequence, **how):
+        chunks = (chunk for each in passes_of(lengths, **how) for chunk in each.chunks)
+        return [(chunk.start, chunk.width) for chunk in chunks if chunk.sequence == sequence]
+
+    assert cuts([75], 0) == cuts([200, 75, 5], 1) == cuts([3, 1, 75], 2, pass_chunks=16)
 
 
 @pytest.mark.parametrize("policy", ["seqmoe", "lru", "prefill-hot"])
@@ -99,6 +111,18 @@ def test_the_predictor_has_read_the_prompt_as_decoding_would_have(predicting):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), read, decoded)
 
 
+@pytest.mark.parametrize("residency", [0.5, 1.0])
+def test_what_is_read_does_not_depend_on_who_is_read_along(model, residency):
+    """To the bit: nothing is padded to the longest prompt of a batch, and none is cut otherwise than alone."""
+    engine = TokenEngine(model, EngineOptions(residency=residency, max_batch=4))
+    prompts = [PROMPT[:40], PROMPT[5:12], PROMPT]
+    for prompt, together in zip(prompts, engine.routing(prompts), strict=True):
+        (alone,) = engine.routing([prompt])
+        jax.tree.map(np.testing.assert_array_equal, together, alone)
+    together = [tokens[0] for tokens in generate(engine, prompts, 1)]
+    assert together == [generate(engine, [prompt], 1)[0][0] for prompt in prompts]
+
+
 def test_the_padding_of_a_shorter_prompt_does_not_reach_the_predictor(predicting):
     generate(predicting, [PROMPT[:40], PROMPT[:7]], 1)
     together = jax.device_get(predicting._offload.predictor)
@@ -132,7 +156,16 @@ def test_a_prompt_of_equal_layers_compiles_each_program_once(model):
     """More layers of the same kind are no more programs: those of the time to the first token are few."""
     engine = TokenEngine(model, EngineOptions(residency=0.4))
     generate(engine, [PROMPT[:16]], 1)
-    names = ["begin_prompts", "begin_pass", "route_chunk", "apply_experts", "finish_chunk", "end_pass", "first"]
+    names = [
+        "begin_prompt",
+        "begin_pass",
+        "route_chunk",
+        "apply_experts",
+        "finish_chunk",
+        "end_chunk",
+        "first",
+        "begin",
+    ]
     assert {name: len(engine.programs.named(name)) for name in names} == dict.fromkeys(names, 1)
 
 
