@@ -14,8 +14,9 @@ from seqmoe_jax.decode.state import empty_sequences
 from seqmoe_jax.errors import ConfigError, ResidencyError
 from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.options import MAX_BATCH, Residency
+from seqmoe_jax.prefill import lengths
 from seqmoe_jax.prefill.experts import ROWS_PER_BLOCK
-from seqmoe_jax.prefill.lengths import CHUNK, PASS_CHUNKS, bucket, capacity_of
+from seqmoe_jax.prefill.lengths import PASS_CHUNKS, bucket, capacity_of
 
 DEFAULT_CONTEXT = 4096  # memory is planned for the whole context: a longer one has to be asked for
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -76,7 +77,7 @@ def state_bytes(spec: ModelSpec, batch: int, context: int, activations: np.dtype
 
 def workspace_bytes(spec: ModelSpec, batch: int, context: int, pass_chunks: int = PASS_CHUNKS[-1]) -> int:
     """An upper estimate of temporaries: those of a pass of prefill with the widest of its parts, or the logits."""
-    moe, chunk, rows = spec.moe, CHUNK, ROWS_PER_BLOCK
+    moe, chunk, rows = spec.moe, lengths.CHUNK, ROWS_PER_BLOCK
     tokens = chunk * min(pass_chunks, bucket(batch * -(-context // chunk) * chunk) // chunk)
     blocks = -(-tokens * moe.top_k // rows) + min(moe.num_experts, tokens * moe.top_k)
     # Expert outputs and hidden activations of the experts, in float32, and a chunk's sums over them.

@@ -46,7 +46,7 @@ def passes_of(lengths: Sequence[int], pass_chunks: int = PASS_CHUNKS[-1]) -> Ite
     end = 0
     for sequence, length in enumerate(lengths):
         for start in range(0, length, CHUNK):
-            width = bucket(min(CHUNK, length - start))
+            width = min(CHUNK, bucket(length - start))
             if end + width > CHUNK * pass_chunks:
                 yield Pass(bucket(end), chunks)
                 chunks, end = [], 0

@@ -29,7 +29,6 @@ def small_passes():
     """A prompt of 75 tokens is two passes, of four chunks and one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("seqmoe_jax.prefill.lengths.CHUNK", 16)
-        patch.setattr("seqmoe_jax.memory.plan.CHUNK", 16)
         yield
 
 

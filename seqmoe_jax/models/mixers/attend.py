@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 QUERY_BLOCK = 256  # queries scored at once in prefill: bounds the score matrix to [B, N, 256, C]
 
@@ -18,7 +18,7 @@ def in_query_blocks(attend: Callable[..., Float[Array, "B t *out"]], *queries: A
     if length <= QUERY_BLOCK or length % QUERY_BLOCK:
         return attend(*queries)
 
-    def split(array: Float[Array, "B T *item"]) -> Float[Array, "n B t *item"]:
+    def split(array: Shaped[Array, "B T *item"]) -> Shaped[Array, "n B t *item"]:
         return array.reshape(array.shape[0], -1, QUERY_BLOCK, *array.shape[2:]).swapaxes(0, 1)
 
     out = lax.map(lambda block: attend(*block), jax.tree.map(split, queries)).swapaxes(0, 1)
