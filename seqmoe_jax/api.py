@@ -11,7 +11,7 @@ from typing import Any, Unpack, overload
 from seqmoe_jax.checkpoints.resolve import read_config
 from seqmoe_jax.compilation import enable_compilation_cache
 from seqmoe_jax.engine import TokenEngine
-from seqmoe_jax.errors import PromptError
+from seqmoe_jax.errors import ConfigError, PromptError
 from seqmoe_jax.generation import Request, Run
 from seqmoe_jax.loading import find_and_load_predictor, load_model, random_model
 from seqmoe_jax.options import EngineKeywords, EngineOptions, GenerateKeywords, GenerateOptions, SamplingConfig
@@ -60,8 +60,8 @@ class Keywords(LoadKeywords, GenerateKeywords, total=False):
 class Engine:
     """A loaded model that generates text. Made by `load`.
 
-    `defaults` is how the model's makers sample it (`generation_config.json`); `chat` renders conversations, None where
-    the model has no template for them.
+    `defaults` is how the model's makers sample it (`generation_config.json`), or why that is not supported; `chat`
+    renders conversations, None where the model has no template for them.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Engine:
         eos_token_ids: Sequence[int] = (),
         *,
         chat: Chat | None = None,
-        defaults: SamplingConfig | None = None,
+        defaults: SamplingConfig | ConfigError | None = None,
     ):
         self.token_engine, self.tokenizer, self.eos_token_ids = token_engine, tokenizer, tuple(eos_token_ids)
         self.chat, self.defaults = chat, defaults or SamplingConfig()
@@ -211,7 +211,7 @@ def load(
             family = str(read_config(directory)["model_type"])
             tokenizer = open_tokenizer(directory, family)
             eos_ids = eos_token_ids(directory, family)
-            chat, defaults = chat_of(directory, family), model_sampling(directory)
+            chat, defaults = chat_of(directory, family), _sampling_or_why_not(directory)
     engine = TokenEngine(
         loaded,
         chosen,
@@ -247,6 +247,14 @@ def generate(
     what = {name: value for name, value in options.items() if name not in how}
     engine = load(model, **{"max_batch": max(1, len(each)), **what})  # type: ignore[arg-type]
     return engine.generate(prompt, messages=messages, **how)  # type: ignore[call-overload]
+
+
+def _sampling_or_why_not(directory: Path) -> SamplingConfig | ConfigError:
+    """How the model's makers sample it. Not to support that is no fault where nobody asks for it."""
+    try:
+        return model_sampling(directory)
+    except ConfigError as error:
+        return error
 
 
 def _each(

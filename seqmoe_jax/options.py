@@ -177,10 +177,13 @@ class GenerateOptions:
             raise ConfigError(f"sampling must be 'greedy', 'model' or a SamplingConfig, got {self.sampling!r}")
         self.sampling_over(SamplingConfig())
 
-    def sampling_over(self, model: SamplingConfig) -> SamplingConfig:
-        """How tokens are drawn from a model whose makers sample it as `model` says."""
+    def sampling_over(self, model: SamplingConfig | ConfigError) -> SamplingConfig:
+        """How tokens are drawn from a model whose makers sample it as `model` says. An error there is raised where
+        that is asked for."""
         named = {"greedy": SamplingConfig(), "model": model}
         base = self.sampling if isinstance(self.sampling, SamplingConfig) else named[self.sampling]
+        if isinstance(base, ConfigError):
+            raise base
         return base.override(
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed
         )

@@ -33,7 +33,7 @@ class SamplingParams(NamedTuple):
             raise ConfigError("the sequences of one batch must be either all greedy or all drawn")
         configs = [*configs, *[configs[-1]] * (batch - len(configs))]
         params = dict(
-            temperature=np.array([config.temperature or 1.0 for config in configs], np.float32),
+            temperature=np.array([_float32(config.temperature or 1.0) for config in configs], np.float32),
             top_k=np.array([config.top_k for config in configs], np.int32),
             top_p=np.array([config.top_p for config in configs], np.float32),
             min_p=np.array([config.min_p for config in configs], np.float32),
@@ -41,6 +41,12 @@ class SamplingParams(NamedTuple):
         )
         # `jnp.asarray` would compile a program for each dtype.
         return cls(**jax.device_put(params))
+
+
+def _float32(temperature: float | int) -> float:
+    """Within what a division by it can take: smaller ones are no numbers on devices, larger ones make all equal too."""
+    limits = np.finfo(np.float32)
+    return float(min(max(temperature, float(limits.tiny)), float(limits.max)))
 
 
 def mask_padding(logits: Float[Array, "B V"], vocab: int) -> Float[Array, "B V"]:
@@ -55,7 +61,8 @@ def greedy(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
 
 def filter_logits(logits: Float32[Array, "B V"], params: SamplingParams) -> Float32[Array, "B V"]:
     """Tempered logits with everything outside top-k, top-p and min-p at -inf. The best token always stays."""
-    logits = logits / params.temperature[:, None]
+    # Less the best one, which stays 0 at any temperature: near 0 the others are at -inf, and nothing overflows.
+    logits = (logits - logits.max(axis=-1, keepdims=True)) / params.temperature[:, None]
     ranked = -jnp.sort(-logits, axis=-1)
     vocab = logits.shape[-1]
     last = jnp.clip(jnp.where(params.top_k > 0, params.top_k, vocab), 1, vocab) - 1

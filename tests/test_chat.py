@@ -9,8 +9,7 @@ import pytest
 
 import seqmoe_jax
 from seqmoe_jax.errors import ConfigError, PromptError
-from seqmoe_jax.options import SamplingConfig
-from seqmoe_jax.text import chat_of, eos_token_ids, harmony, model_sampling
+from seqmoe_jax.text import chat_of, harmony
 from seqmoe_jax.text.chat import Chat
 from seqmoe_jax.text.messages import check_messages
 from seqmoe_jax.text.template import Template, open_template
@@ -305,28 +304,6 @@ def test_deepseek_v4_prompts_are_as_published(tmp_path):
 def test_an_option_that_a_format_does_not_take_is_refused(tmp_path):
     with pytest.raises(PromptError, match="colour"):
         chat_of(tmp_path, "gpt_oss").prompt(HELLO, colour="red")
-
-
-def test_gpt_oss_ends_where_it_returns_or_calls(tmp_path):
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [200002, 199999]}))
-    assert eos_token_ids(tmp_path, "gpt_oss") == (200002, 199999, 200012)
-    assert eos_token_ids(tmp_path, "qwen3_moe") == (200002, 199999)
-
-
-def test_sampling_of_the_model_is_what_its_file_says(tmp_path):
-    path = tmp_path / "generation_config.json"
-    assert model_sampling(tmp_path) == SamplingConfig()
-    path.write_text(json.dumps({"temperature": 0.6}))
-    assert model_sampling(tmp_path).greedy
-    path.write_text(json.dumps({"do_sample": True}))
-    assert model_sampling(tmp_path) == SamplingConfig(temperature=1.0)
-    path.write_text(json.dumps({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}))
-    assert model_sampling(tmp_path) == SamplingConfig(temperature=0.6, top_k=20, top_p=0.95)
-    for bad in ({"do_sample": True, "top_p": 2}, {"do_sample": True, "temperature": "hot"}):
-        path.write_text(json.dumps(bad))
-        with pytest.raises(ConfigError, match=r"generation_config\.json"):
-            model_sampling(tmp_path)
-    assert model_sampling(DEMO) == SamplingConfig(temperature=0.7, top_k=40)
 
 
 def test_the_same_prompt_as_transformers():

@@ -59,6 +59,20 @@ def test_temperature_sharpens():
     assert int(sample(logits, cold, jnp.zeros(1, jnp.int32))[0]) == 0
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-45, 1e-300, 5e-324])
+def test_a_temperature_near_nothing_is_greedy(temperature):
+    logits = jnp.asarray([[500.0, -3.0, 501.0, -jnp.inf], [-1e9, 2.0, 1.999, 0.0]])
+    for more in ({}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}):
+        params = SamplingParams.of([SamplingConfig(temperature=temperature, **more)] * 2, 2)
+        assert sample(logits, params, jnp.asarray([4, 5])).tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e38, 1e300])
+def test_a_temperature_beyond_all_makes_all_alike(temperature):
+    params = SamplingParams.of([SamplingConfig(temperature=temperature)], 1)
+    assert np.isfinite(np.asarray(filter_logits(jnp.asarray([[5.0, -3.0, 1.0]]), params))).all()
+
+
 def test_a_draw_depends_on_seed_and_position_not_on_the_batch():
     logits = jnp.tile(jnp.linspace(0, 1, VOCAB)[None], (3, 1))
     params = SamplingParams.of(SamplingConfig(temperature=2.0, seed=7).spread(3), 3)
