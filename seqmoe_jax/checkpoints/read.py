@@ -9,8 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from seqmoe_jax.checkpoints.fp8 import FP8, dequantize
+from seqmoe_jax.checkpoints.header import fault
 from seqmoe_jax.checkpoints.safetensors import Checkpoint
 from seqmoe_jax.checkpoints.sources import NameMap, Source
+
+SMALL = 1 << 16  # values
 
 
 def read_part(checkpoint: Checkpoint, source: Source) -> np.ndarray:
@@ -40,6 +43,18 @@ def read_source(
     return out
 
 
+def _read_dense(checkpoint: Checkpoint, names: NameMap, source: Source, dtype: np.dtype) -> np.ndarray:
+    """Raises `CheckpointError` for a norm, a bias or the like that is not finite: no answer could come of it.
+
+    Large matrices are not looked through, which would take longer than reading them; the step looks at its logits.
+    """
+    array = read_source(checkpoint, names, source, dtype)
+    if array.size <= SMALL and not np.isfinite(array).all():
+        info = checkpoint.info(source.tensor)
+        raise fault(info.path, f"finite numbers in {info.name!r}", "NaN or an infinity")
+    return array
+
+
 def iter_dense(
     checkpoint: Checkpoint, names: NameMap, *, dtypes: Mapping[str, np.dtype], workers: int = 4
 ) -> Iterator[tuple[str, np.ndarray]]:
@@ -56,7 +71,7 @@ def iter_dense(
     executor = ThreadPoolExecutor(workers, thread_name_prefix="seqmoe-dense")
     try:
         for name, source in sorted(names.dense.items(), key=place):
-            ahead.append((name, executor.submit(read_source, checkpoint, names, source, dtypes[name])))
+            ahead.append((name, executor.submit(_read_dense, checkpoint, names, source, dtypes[name])))
             if len(ahead) > workers:
                 first, future = ahead.popleft()
                 yield first, future.result()
