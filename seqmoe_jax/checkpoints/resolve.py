@@ -110,6 +110,6 @@ def _has_weights(directory: Path) -> bool:
         return True
     try:
         weight_map = read_json(directory / "model.safetensors.index.json", most=MAX_INDEX).get("weight_map", {})
-        return bool(weight_map) and all((directory / str(name)).is_file() for name in set(weight_map.values()))
+        return bool(weight_map) and all(os.path.isfile(directory / str(name)) for name in set(weight_map.values()))
     except (ConfigError, AttributeError, TypeError):
         return False

@@ -16,7 +16,7 @@ import numpy as np
 
 from seqmoe_jax.checkpoints.header import TensorInfo, fault, read_header
 from seqmoe_jax.errors import CheckpointError
-from seqmoe_jax.inputs import MAX_INDEX, read_json
+from seqmoe_jax.inputs import MAX_INDEX, check_file, is_file, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -82,14 +82,14 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     Reads headers only. Raises `CheckpointError` in one line for anything missing or damaged.
     """
     directory = Path(directory)
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise CheckpointError(f"{directory}: expected a model directory, got no such directory; check the path")
     tensors: dict[str, TensorInfo] = {}
     files: dict[Path, int] = {}
     try:
-        if (directory / SINGLE).is_file():
+        if is_file(directory / SINGLE):
             tensors = _open_file(directory / SINGLE, files)
-        elif (directory / INDEX).is_file():
+        elif is_file(directory / INDEX):
             tensors = _open_shards(directory, files)
         else:
             advice = "convert the model with save_pretrained(safe_serialization=True) or check the path"
@@ -121,6 +121,7 @@ def _close_all(files: dict[Path, int]) -> None:
 
 
 def _open_file(path: Path, files: dict[Path, int]) -> dict[str, TensorInfo]:
+    check_file(path, "a safetensors file", CheckpointError)
     try:
         files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -134,7 +135,7 @@ def _open_shards(directory: Path, files: dict[Path, int]) -> dict[str, TensorInf
     shards = {}
     for shard in sorted(set(weight_map.values())):
         path = directory / shard
-        if not path.is_file():
+        if not os.path.isfile(path):  # false too of a name that is too long, a loop of links, a pipe
             raise fault(index, f"a shard {shard!r} beside it", "no such file", "download the missing shard")
         shards[shard] = _open_file(path, files)
     absent = [name for name, shard in weight_map.items() if name not in shards[shard]]

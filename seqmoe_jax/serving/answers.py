@@ -45,7 +45,7 @@ def refused(
     """An error as a response: the server's from 500, else the client's."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     again = {"retry-after": "1"} if status == 503 else {}
-    return respond(error(one_line(message), kind, code, param), status, {**(headers or {}), **again})
+    return respond(error(message, kind, code, param), status, {**(headers or {}), **again})
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:

@@ -42,7 +42,7 @@ CHAT: dict[str, Any] = {
 def http_readers() -> Iterator[list[Reader]]:
     """The readers of requests, as long as their engine is there."""
     engine = tiny_engine(residency=0.5, max_batch=2, context=64)
-    engine.chat = Chat(render=lambda messages, **_: json.dumps(list(messages))[-50:])
+    engine.chat = Chat(render=lambda messages, enable_thinking=None: json.dumps(list(messages))[-50:])
     loop = asyncio.new_event_loop()
     service = Service(engine, name="tiny", sampling=SamplingConfig())
     app = service.app()
@@ -52,8 +52,10 @@ def http_readers() -> Iterator[list[Reader]]:
 
     try:
         yield [
-            Reader(name="HTTP body of a completion", attempt=partial(_body, send, "/v1/completions", COMPLETION)),
-            Reader(name="HTTP body of a chat", attempt=partial(_body, send, "/v1/chat/completions", CHAT)),
+            Reader(
+                name="HTTP body of a completion", attempt=partial(_body, send, "/v1/completions", COMPLETION), share=0.5
+            ),
+            Reader(name="HTTP body of a chat", attempt=partial(_body, send, "/v1/chat/completions", CHAT), share=0.5),
             Reader(name="HTTP headers and paths", attempt=partial(_headers, send)),
         ]
     finally:

@@ -70,11 +70,11 @@ PIECES = (
 
 def readers(work: Path) -> Iterator[Reader]:
     """All of them; they write what they read into the directory `work`."""
-    yield Reader(name="config.json", attempt=partial(_config, work / "config"), share=3.0)
-    model = _tiny_directory(work / "model")
+    yield Reader(name="config.json", attempt=partial(_config, work / "config"))
+    model = tiny_directory(work / "model")
     for name in ("config.json", "a.safetensors", "model.safetensors.index.json"):
         attempt = partial(_file_of, model, work / "model-copy", name, lambda copy: _load(copy))
-        yield Reader(name=f"a model directory with a spoiled {name}", attempt=attempt, share=0.2)
+        yield Reader(name=f"a model directory with a spoiled {name}", attempt=attempt, share=0.3)
     yield Reader(name="safetensors header", attempt=partial(_header, model / "a.safetensors", work / "header"))
     yield Reader(
         name="safetensors index",
@@ -82,14 +82,14 @@ def readers(work: Path) -> Iterator[Reader]:
     )
     text = _text_directory(work / "text")
     for name in ("generation_config.json", "tokenizer_config.json", "added_tokens.json", "chat_template.json"):
-        yield Reader(name=name, attempt=partial(_file_of, text, work / f"text-{name}", name, _talk))
+        yield Reader(name=name, attempt=partial(_file_of, text, work / f"text-{name}", name, _talk), share=0.2)
     yield Reader(
         name="tokenizer.json",
         attempt=partial(_file_of, text, work / "text-tokenizer", "tokenizer.json", _talk),
-        share=0.5,
+        share=0.15,
     )
     yield Reader(name="*.tiktoken", attempt=partial(_tiktoken, work / "tiktoken"), share=0.3)
-    yield Reader(name="chat_template.jinja", attempt=partial(_template, work / "template"), share=0.5)
+    yield Reader(name="chat_template.jinja", attempt=partial(_template, work / "template"), share=0.3)
     predictor = _predictor_directory(work / "predictor")
     yield Reader(
         name="predictor directory",
@@ -100,11 +100,12 @@ def readers(work: Path) -> Iterator[Reader]:
     yield Reader(
         name="forecasts npz",
         attempt=partial(_npz, trace / "f.npz", work / "f.npz", partial(_use_forecasts, read_trace(trace / "t.npz"))),
+        share=0.3,
     )
-    yield Reader(name="prompts", attempt=partial(_prompts, work / "p.jsonl"), share=3.0)
+    yield Reader(name="prompts", attempt=partial(_prompts, work / "p.jsonl"))
     evaluation = json.loads((store.SHIPPED / "demo" / store.EVALUATION).read_text())
-    yield Reader(name="evaluation JSON", attempt=partial(_plot, "_recall", evaluation, work / "e.json"), share=0.3)
-    yield Reader(name="benchmark JSON", attempt=partial(_plot, "_bench", BENCH, work / "b.json"), share=0.3)
+    yield Reader(name="evaluation JSON", attempt=partial(_plot, "_recall", evaluation, work / "e.json"), share=0.1)
+    yield Reader(name="benchmark JSON", attempt=partial(_plot, "_bench", BENCH, work / "b.json"), share=0.1)
 
 
 def _config(path: Path, draw: Random) -> None:
@@ -138,7 +139,7 @@ def _open(directory: Path) -> None:
     open_checkpoint(directory).close()
 
 
-def _tiny_directory(directory: Path) -> Path:
+def tiny_directory(directory: Path) -> Path:
     """A model of two shards, its tensors all zeros."""
     directory.mkdir()
     config = tiny_config(hidden_size=32, head_dim=8, vocab_size=64)

