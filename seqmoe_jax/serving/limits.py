@@ -31,7 +31,7 @@ class Limits:
     large: int = 1 << 20
     large_at_once: int = 4
     readers: int = 2
-    values: int = 4_000_000
+    values: int = 1_000_000
     pause: float = 10.0
     body_time: float = 60.0
     linger: float = 10.0

@@ -20,6 +20,7 @@ from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.serving.fields import read_fields
 from seqmoe_jax.serving.lengths import check_messages_length, check_text_length, new_tokens, too_long
 from seqmoe_jax.serving.refusal import Refusal
+from seqmoe_jax.serving.table import RESERVED
 
 MAX_TOKENS = 16  # of a completion that gives no number; a chat gets what the context leaves (both as OpenAI has it)
 
@@ -113,11 +114,21 @@ def _conversation(given: Mapping[str, Any], engine: Engine) -> Request:
                 "chat_template_kwargs has another reasoning_effort; give it once", param="chat_template_kwargs"
             )
         options["reasoning_effort"] = given["reasoning_effort"]
+    _check_options(options, engine)
     try:
         return engine.request(messages=messages, chat_options=options)
     except SeqMoEError as error:
         named = re.search(r"messages\[\d+\](\.\w+)*", str(error))
         raise Refusal(str(error), param=named.group() if named else "messages") from None
+
+
+def _check_options(options: Mapping[str, Any], engine: Engine) -> None:
+    """Raises `Refusal` for an option that the chat template never reads: it would do nothing, without a word."""
+    read = frozenset() if engine.chat is None else engine.chat.options
+    for name in options.keys() - read:
+        path = name if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
+        has = f"it reads {', '.join(sorted(read - RESERVED))}" if read - RESERVED else "it reads none"
+        raise Refusal(f"{path} is no option of this model's chat template; {has}; leave it out", param=path)
 
 
 def _prompts(given: Mapping[str, Any], engine: Engine) -> list[Request]:

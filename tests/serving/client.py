@@ -11,7 +11,7 @@ COMPLETIONS = "/v1/completions"
 
 def call(port, method, path, body=None, headers=JSON):
     """Status and bytes of an answer; a body that is an object or a list is sent as JSON."""
-    connection = HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = HTTPConnection("127.0.0.1", port, timeout=120)
     connection.request(method, path, json.dumps(body) if isinstance(body, (dict, list)) else body, dict(headers))
     response = connection.getresponse()
     data = response.read()

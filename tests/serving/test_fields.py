@@ -200,6 +200,12 @@ def test_prompts_are_checked_one_by_one(port, prompt, param, words):
         ({"messages": HELLO, "chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs", "not"),
         ({"messages": HELLO, "chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs", "names"),
         ({"messages": HELLO, "chat_template_kwargs": [1]}, "chat_template_kwargs", "an object"),
+        ({"messages": HELLO, "reasoning_effort": "low"}, "reasoning_effort", "reasoning_effort is no option of this"),
+        (
+            {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": False}},
+            "chat_template_kwargs.enable_thinking",
+            "it reads none",
+        ),
         ({"messages": HELLO, "max_tokens": 511}, "max_tokens", "lower max_tokens to 506"),
         ({"messages": [{"role": "user", "content": "a" * 600}]}, "messages", "601 tokens"),
         (

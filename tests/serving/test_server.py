@@ -172,18 +172,22 @@ def test_a_port_that_is_taken_is_said(port):
 
 
 @pytest.mark.slow
-def test_the_command_serves_the_demo_model_and_ends_on_ctrl_c():
+@pytest.mark.parametrize("ending", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM]])
+def test_the_command_serves_the_demo_model_and_ends_on_a_signal(ending):
     command = [sys.executable, "-m", "seqmoe_jax.cli", "serve", "demo", "--residency", "0.5", "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        line = next(line for line in process.stderr if " at http://" in line)
-        port = int(line.split("127.0.0.1:")[1].split("/")[0])
-        status, body = post(port, "/v1/chat/completions", messages=HELLO, max_tokens=3, temperature=0)
-        assert (status, body["usage"]["completion_tokens"]) == (200, 3)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
-        assert "ended" in process.stderr.read()
-    finally:
-        process.kill()
-        process.stderr.close()
+    with subprocess.Popen([*command, "--allow-host", "box.lan"], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            line = next(line for line in process.stderr if " at http://" in line)
+            port = int(line.split("127.0.0.1:")[1].split("/")[0])
+            status, body = post(port, "/v1/chat/completions", messages=HELLO, max_tokens=3, temperature=0)
+            assert (status, body["usage"]["completion_tokens"]) == (200, 3)
+            assert call(port, "GET", "/health", headers={"Host": "evil.example"})[0] == 421
+            assert call(port, "GET", "/health", headers={"Host": "box.lan"})[0] == 200
+            for number in ending:
+                process.send_signal(number)
+            assert process.wait(30) == 0
+            said = process.stderr.read()
+            assert said.endswith("seqmoe: ended\n")
+            assert "Traceback" not in said
+        finally:
+            process.kill()
