@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from seqmoe_jax.errors import PromptError
+from seqmoe_jax.errors import ConfigError, PromptError
 from seqmoe_jax.fields import shown
+from seqmoe_jax.inputs import parse_json
 
 Message = Mapping[str, Any]
 
@@ -104,7 +104,7 @@ def _arguments(arguments: object) -> dict[str, Any] | None:
     """Arguments as an object; None where they are none."""
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
+            arguments = parse_json(arguments, "the arguments", strict=False) if arguments.strip() else {}
+        except ConfigError:
             return None
     return {} if arguments is None else dict(arguments) if isinstance(arguments, Mapping) else None

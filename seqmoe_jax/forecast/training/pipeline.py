@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seqmoe_jax.errors import PredictorError
+from seqmoe_jax.errors import ConfigError, PredictorError
 from seqmoe_jax.forecast import store
 from seqmoe_jax.forecast.config import PredictorConfig
 from seqmoe_jax.forecast.data import divide, prepare
@@ -26,6 +26,7 @@ from seqmoe_jax.forecast.training.checkpoints import KEPT, checkpoint_bytes
 from seqmoe_jax.forecast.training.config import TrainConfig
 from seqmoe_jax.forecast.training.fit import TrainResult, fit
 from seqmoe_jax.forecast.training.update import start
+from seqmoe_jax.inputs import read_json
 from seqmoe_jax.outputs.directories import check_directory, writing_directory
 from seqmoe_jax.outputs.files import write_text
 from seqmoe_jax.outputs.parts import check_parts, parts_of
@@ -127,9 +128,9 @@ def check_output(out: Path, run: Run | None = None, *, needed: int = 0, force: b
 def _evaluation(directory: Path) -> dict[str, Any] | None:
     """What is stored beside a predictor, if it is."""
     try:
-        evaluation: dict[str, Any] = json.loads((directory / store.EVALUATION).read_bytes())
+        evaluation = read_json(directory / store.EVALUATION)
         return evaluation if "splits" in evaluation else None
-    except (OSError, ValueError, TypeError):
+    except ConfigError:
         return None
 
 
