@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 FP8_BLOCK = 128  # rows and columns that share one scale in FP8-block checkpoints
 FP4 = np.dtype(ml_dtypes.float4_e2m1fn)
 FP4_BLOCK = 32  # columns that share one scale in MXFP4
+ScaleKind = Literal["block", "channel"]  # a float32 scale for 128 x 128 elements of a matrix, or for each row
 ALIGNMENT = 128  # bytes; keeps 16-byte loads and whole cache lines for any field
 
 
@@ -57,12 +59,15 @@ class ExpertLayout:
     """Fields of an expert block. Storage is the unsigned integer as wide as the narrowest field's dtype; a wider field
     is put together from its parts (little endian) where it is read.
 
-    `dtype` is that of the matrices. FP4 has no fields of its own dtype: two numbers share a byte.
+    `dtype` is that of the matrices. FP4 has no fields of its own dtype: two numbers share a byte. `scales` says of what
+    there is a float32 scale beside them, to be multiplied: always for FP8, for wider dtypes where they hold FP8 values
+    among others.
     """
 
     fields: tuple[Field, ...]
     block_bytes: int
     dtype: np.dtype
+    scales: ScaleKind | None = None
     activation: Activation = SWIGLU
 
     @property
@@ -124,9 +129,12 @@ class ExpertLayout:
 
     def unpack(self, blocks: Shaped[Array, "*batch n"], name: str) -> Shaped[Array, "..."]:
         """One field of a batch of blocks, `[*batch, *field.shape]` in the field's dtype (traceable)."""
-        field = self.field(name)
-        batch = blocks.shape[:-1]
-        part = blocks[..., self.start(name) : self.start(name) + field.nbytes // self.storage.itemsize]
+        length = self.field(name).nbytes // self.storage.itemsize
+        return self.typed(blocks[..., self.start(name) : self.start(name) + length], name)
+
+    def typed(self, part: Shaped[Array, "*batch m"], name: str) -> Shaped[Array, "..."]:
+        """The stored elements of one field as what they are."""
+        field, batch = self.field(name), part.shape[:-1]
         if field.dtype.itemsize == self.storage.itemsize:
             return jax.lax.bitcast_convert_type(part, field.dtype).reshape(*batch, *field.shape)
         parts = part.reshape(*batch, *field.shape, field.dtype.itemsize // self.storage.itemsize)
@@ -138,16 +146,19 @@ def swiglu_layout(
     hidden: int,
     width: int,
     dtype: np.dtype | type,
+    scales: ScaleKind | None = None,
     activation: Activation = SWIGLU,
     bias: np.dtype | None = None,
 ) -> ExpertLayout:
     """Block of a SwiGLU expert: `gate [F, H]`, `up [F, H]`, `down [H, F]`, orientations as in the checkpoint.
 
-    For FP8 (e4m3) each matrix has a float32 scale per 128 x 128 block, `gate_scale [ceil(F/128), ceil(H/128)]` and
-    so on, to be multiplied. FP4 (e2m1) is MXFP4: a byte has columns 2j (low half) and 2j + 1, so a matrix is
+    With `scales` by block each matrix has a float32 scale per 128 x 128 block, `gate_scale [ceil(F/128), ceil(H/128)]`
+    and so on, to be multiplied; by channel one per row, `gate_scale [F]`. FP8 (e4m3) always has, by block where nothing
+    is said. FP4 (e2m1) is MXFP4: a byte has columns 2j (low half) and 2j + 1, so a matrix is
     `uint8 [rows, columns / 2]`, and each 32 columns of a row have a power of two to be multiplied by, stored as its
     exponent plus 127 (e8m0): `gate_scale uint8 [F, H / 32]`. With `bias`, its dtype, there are `gate_bias [F]`,
-    `up_bias [F]` and `down_bias [H]`. Raises `ValueError` where FP4 rows are no whole blocks.
+    `up_bias [F]` and `down_bias [H]`. Raises `ValueError` where FP4 rows are no whole
+    blocks, or are to have other scales.
 
     Matrices start at multiples of both row lengths (as stored) and the block's length is one too, so
     `slots.reshape(S, -1, H)` and `slots.reshape(S, -1, F)` are free views in which a field starts at a whole row.
@@ -156,6 +167,9 @@ def swiglu_layout(
     matrices = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
     if dtype == FP4 and (hidden % FP4_BLOCK or width % FP4_BLOCK):
         raise ValueError(f"FP4 experts need H and F to be multiples of {FP4_BLOCK}, got H={hidden}, F={width}")
+    if dtype == FP4 and scales:
+        raise ValueError(f"FP4 experts have scales of their own, got scales by {scales}")
+    scales = scales or ("block" if dtype == FP8 else None)
     packed = 2 if dtype == FP4 else 1  # numbers per element
     element = np.dtype(np.uint8) if dtype == FP4 else dtype
     shapes: list[tuple[str, tuple[int, ...], np.dtype]] = [
@@ -163,10 +177,9 @@ def swiglu_layout(
     ]
     if dtype == FP4:
         shapes += [(f"{name}_scale", (rows, cols // FP4_BLOCK), element) for name, (rows, cols) in matrices.items()]
-    if dtype == FP8:
-        for name, (rows, cols) in matrices.items():
-            grid = (math.ceil(rows / FP8_BLOCK), math.ceil(cols / FP8_BLOCK))
-            shapes.append((f"{name}_scale", grid, np.dtype(np.float32)))
+    for name, (rows, cols) in matrices.items() if scales else ():
+        grid = (math.ceil(rows / FP8_BLOCK), math.ceil(cols / FP8_BLOCK))
+        shapes.append((f"{name}_scale", grid if scales == "block" else (rows,), np.dtype(np.float32)))
     if bias is not None:
         shapes += [(f"{name}_bias", (rows,), bias) for name, (rows, _) in matrices.items()]
     fields, offset = [], 0
@@ -178,5 +191,9 @@ def swiglu_layout(
         offset += fields[-1].nbytes
     unit = math.lcm(hidden // packed * element.itemsize, width // packed * element.itemsize, ALIGNMENT)
     return ExpertLayout(
-        fields=tuple(fields), block_bytes=math.ceil(offset / unit) * unit, dtype=dtype, activation=activation
+        fields=tuple(fields),
+        block_bytes=math.ceil(offset / unit) * unit,
+        dtype=dtype,
+        scales=scales,
+        activation=activation,
     )

@@ -12,11 +12,12 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array
 
+from seqmoe_jax.checkpoints.check import check_names
+from seqmoe_jax.checkpoints.experts import with_stored_experts
 from seqmoe_jax.checkpoints.names import names_of
 from seqmoe_jax.checkpoints.read import iter_dense
 from seqmoe_jax.checkpoints.resolve import read_config, resolve_model
 from seqmoe_jax.checkpoints.safetensors import open_checkpoint
-from seqmoe_jax.checkpoints.sources import check_names
 from seqmoe_jax.checkpoints.stored import as_stored
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.host_pool import load_host_pool
@@ -65,6 +66,7 @@ def load_model(
         names = names_of(spec, checkpoint.names)
         check_names(checkpoint, names)
         chosen = activation_dtype(spec, device, dtype)
+        spec = with_stored_experts(spec, checkpoint, names, chosen)
         dtypes = {name: tensor.dtype or chosen for name, tensor in spec.tensors().items()}
         dense = {name: jax.device_put(array, device) for name, array in iter_dense(checkpoint, names, dtypes=dtypes)}
         weights = spec.assemble(take_from(dense.pop))  # each is dropped once it is in the tree

@@ -16,12 +16,12 @@ Fp8Mode = Literal["convert", "bits"]
 class FusedMoEConfig:
     """Block shapes of the two GPU kernels; all powers of two.
 
-    A program of the first kernel makes `up_rows` of the F hidden values of one route, in tiles of `up_cols` of
-    H; one of the second makes `down_rows` of a token's H outputs, in tiles of all its routes and `down_cols` of
-    F. Every thread adds up tiles element by element, so tiles say what it multiplies at a time, not what it asks
-    for: that is everything. For FP8 experts rows divide 128 and columns are multiples of it; for FP4 columns are
-    multiples of 32. `fp8` says how e4m3 becomes float32: by the hardware's conversion (compute capability 8.9 or
-    newer) or by moving the bits into a float16.
+    A program of the first kernel makes `up_rows` of the F hidden values of one route, in tiles of `up_cols` of H; one
+    of the second makes `down_rows` of a token's H outputs, in tiles of all its routes and `down_cols` of F. Every
+    thread adds up tiles element by element, so tiles say what it multiplies at a time, not what it asks for: that is
+    everything. For FP8 experts, and others with scales by block, rows divide 128 and columns are multiples of it; for
+    FP4 columns are multiples of 32. `fp8` says how e4m3 becomes float32: by the hardware's conversion (compute
+    capability 8.9 or newer) or by moving the bits into a float16.
     """
 
     up_rows: int = 2
@@ -44,10 +44,10 @@ class FusedMoEConfig:
             rows, cols = getattr(self, f"{name}_rows"), getattr(self, f"{name}_cols")
             if layout.dtype == FP4 and cols % FP4_BLOCK:
                 raise ValueError(f"fused_moe config: FP4 experts need {name}_cols a multiple of 32, got {cols}")
-            if layout.dtype == FP8 and (FP8_BLOCK % rows or cols % FP8_BLOCK):
+            if (layout.dtype == FP8 or layout.scales == "block") and (FP8_BLOCK % rows or cols % FP8_BLOCK):
                 raise ValueError(
-                    f"fused_moe config: FP8 experts need {name}_rows dividing {FP8_BLOCK} and {name}_cols a "
-                    f"multiple of it, got {rows} and {cols}"
+                    f"fused_moe config: {layout.dtype} experts with scales need {name}_rows dividing {FP8_BLOCK} and "
+                    f"{name}_cols a multiple of it, got {rows} and {cols}"
                 )
 
 
@@ -72,7 +72,7 @@ def default_config(layout: ExpertLayout, per_token: int) -> FusedMoEConfig:
     """
     hidden, width = layout.hidden, layout.width
     itemsize = 2 if layout.dtype == FP4 else layout.dtype.itemsize  # FP4 takes as many registers as bf16
-    least = {FP8: FP8_BLOCK, FP4: FP4_BLOCK}.get(layout.dtype, 16)
+    least = FP8_BLOCK if layout.scales else FP4_BLOCK if layout.dtype == FP4 else 16
     # FP8 and FP4 cost more arithmetic than memory in large tiles, whose products are not added on the way.
     narrow = layout.dtype in (FP8, FP4)
     up_cols = chunk(hidden, most=512 if narrow else 2048, least=max(least, min(128, hidden)))

@@ -21,15 +21,20 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from pallas_kernels.fused_moe.config import FusedMoEConfig, default_config
 from pallas_kernels.fused_moe.swiglu import activate, hidden_dtype
-from pallas_kernels.fused_moe.tiles import Part, load_bias
+from pallas_kernels.fused_moe.tiles import Part, load_by_row
 from pallas_kernels.layout import ExpertLayout
 from pallas_kernels.masks import Ref, bound, load
 from pallas_kernels.wide_offsets import address_widely
 
 
-def _sum_rows(products: list[Float32[Array, "rows ..."]]) -> Float32[Array, " rows"]:
-    """Sums of equal tiles over all but their rows: element by element first, then across threads once."""
+def _sum_rows(
+    products: list[Float32[Array, "rows N ..."]], scales: Float32[Array, "rows N"] | None
+) -> Float32[Array, " rows"]:
+    """Sums of equal tiles over all but their rows: element by element first, then across threads once. `scales` are
+    those by channel."""
     total = functools.reduce(jnp.add, products)
+    if scales is not None:
+        total = total * scales.reshape(*scales.shape, *[1] * (total.ndim - 2))
     return jnp.sum(total.reshape(total.shape[0], -1), axis=1)
 
 
@@ -67,19 +72,20 @@ def up_rows(
     ]
     loaded = [part.load(slots_ref, slot[None], None) for part in parts]
     vectors = {part.col: part.vector(x_ref, token[None], None) for part in parts if part.name == "gate"}
+    by_row = functools.partial(load_by_row, slots_ref, slot[None], None, row, layout=layout, rows=config.up_rows)
     sums = {
         name: _sum_rows(
             [
                 part.times(bits, vectors[part.col], None, mode=config.fp8, inline=inline)
                 for part, bits in zip(parts, loaded, strict=True)
                 if part.name == name
-            ]
+            ],
+            by_row(name=f"{name}_scale") if layout.scales == "channel" else None,
         )
         for name in ("gate", "up")
     }
     if layout.biased:
-        bias = functools.partial(load_bias, slots_ref, slot[None], None, row, layout=layout, rows=config.up_rows)
-        sums = {name: total + jnp.sum(bias(name=name), axis=1) for name, total in sums.items()}
+        sums = {name: total + jnp.sum(by_row(name=f"{name}_bias"), axis=1) for name, total in sums.items()}
     value = activate(sums["gate"], sums["up"], layout.activation).astype(h_ref.dtype)
     mask = bound(row, config.up_rows, layout.width)
     plgpu.store(h_ref.at[route, pl.ds(row, config.up_rows)], value, mask=mask)
@@ -137,10 +143,10 @@ def _down_kernel(
         part.times(bits, part.vector(h_ref, routes, active), weights, mode=config.fp8, inline=inline)
         for part, bits in zip(parts, loaded, strict=True)
     ]
-    value = _sum_rows(products)
+    by_row = functools.partial(load_by_row, slots_ref, slots, active, row, layout=layout, rows=config.down_rows)
+    value = _sum_rows(products, by_row(name="down_scale") if layout.scales == "channel" else None)
     if layout.biased:
-        bias = load_bias(slots_ref, slots, active, row, layout=layout, name="down", rows=config.down_rows)
-        value += jnp.sum(bias * weights[None, :], axis=1)
+        value += jnp.sum(by_row(name="down_bias") * weights[None, :], axis=1)
     mask = bound(row, config.down_rows, hidden)
     plgpu.store(out_ref.at[token, pl.ds(row, config.down_rows)], value, mask=mask)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float16, Float32, Shaped, UInt8
 
-from pallas_kernels.layout import FP4, FP4_BLOCK, FP8, FP8_BLOCK, Activation, ExpertLayout
+from pallas_kernels.layout import FP4, FP4_BLOCK, FP8_BLOCK, Activation, ExpertLayout
 
 
 def activate(gate: Float32[Array, "..."], up: Float32[Array, "..."], activation: Activation) -> Float32[Array, "..."]:
@@ -50,10 +50,12 @@ def unpack_weight(block: Shaped[Array, " n"], layout: ExpertLayout, name: str) -
         scale = powers_of_two(layout.unpack(block, f"{name}_scale"))
         return values * jnp.repeat(scale, FP4_BLOCK, axis=1)
     weight = stored.astype(jnp.float32)
-    if layout.dtype != FP8:
+    if layout.scales is None:
         return weight
     rows, cols = weight.shape
     scale = layout.unpack(block, f"{name}_scale")
+    if layout.scales == "channel":
+        return weight * scale[:, None]
     # The last blocks may be ragged: repeat to whole blocks, then cut.
     scale = jnp.repeat(jnp.repeat(scale, FP8_BLOCK, axis=0)[:rows], FP8_BLOCK, axis=1)[:, :cols]
     return weight * scale

@@ -19,7 +19,7 @@ from pallas_kernels.masks import Ref, Scalar, all_of, bound, load
 FP4_WORD = 4  # bytes of FP4 that a thread reads at once; they meet the 16 bytes that it reads of a 16-bit vector
 
 
-def load_bias(
+def load_by_row(
     slots_ref: Ref,
     slots: Int[Array, " N"],
     active: Bool[Array, " N"] | None,
@@ -29,8 +29,9 @@ def load_bias(
     name: str,
     rows: int,
 ) -> Float32[Array, "rows N"]:
-    """Elements `row : row + rows` of a bias of the experts in `slots`; zeros beyond it and where not `active`."""
-    field = layout.field(f"{name}_bias")
+    """Elements `row : row + rows` of a field with one number per row of a matrix (biases, scales by channel) of the
+    experts in `slots`; zeros beyond it and where not `active`."""
+    field = layout.field(name)
     parts = field.dtype.itemsize // layout.storage.itemsize  # stored integers per element
     below = bound(row, rows, field.shape[0])
     shape = (rows, *slots.shape, parts)
@@ -48,17 +49,18 @@ class Bits(NamedTuple):
     """What is loaded of a part, as stored."""
 
     values: Shaped[Array, "rows N ..."]
-    # FP8: [N, blocks, 4], the bytes of a float32; FP4: [rows, N, blocks, words], the same for all words of a block
-    scales: UInt8[Array, "..."] | None
+    # By block: [N, blocks, parts], the parts of a float32; FP4: [rows, N, blocks, words], the same for all words of one
+    scales: Shaped[Array, "..."] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """`rows` x `cols` of one matrix, from (`row`, `col`) on, of N experts: how the decode kernels read any format.
 
-    Loading is apart from using, so that a program may ask for everything first. The columns of an FP8 matrix have two
-    dimensions, blocks of a common scale and positions in them, and `rows` lie in one row of blocks. Those of FP4 have
+    Loading is apart from using, so that a program may ask for everything first. The columns of FP8 and of scales by
+    block have two dimensions, blocks and positions in them, and `rows` lie in one row of blocks. Those of FP4 have
     three: blocks, words of four bytes, and bytes, each of which has two numbers and meets two elements of a vector.
+    ScaleKind by channel are of whole rows, so whoever sums a row multiplies it.
     """
 
     layout: ExpertLayout
@@ -73,7 +75,7 @@ class Part:
         """Index of every stored column."""
         if self.layout.dtype == FP4:
             return _numbered(self.col // 2, (self.cols // FP4_BLOCK, FP4_BLOCK // 2 // FP4_WORD, FP4_WORD))
-        if self.layout.dtype == FP8:
+        if self.layout.dtype == FP8 or self.layout.scales == "block":
             return _numbered(self.col, (self.cols // FP8_BLOCK, FP8_BLOCK))
         return _numbered(self.col, (self.cols,))
 
@@ -112,8 +114,9 @@ class Part:
         )
         where = slots_ref.at[jnp.broadcast_to(_along(slots, 1, 2 + rank), shape), index]
         values = load(where, mask)
-        scales = {FP8: self._load_fp8_scales, FP4: self._load_fp4_scales}.get(self.layout.dtype)
-        return Bits(values, scales and scales(slots_ref, slots, active))
+        if self.layout.scales == "block":
+            return Bits(values, self._load_block_scales(slots_ref, slots, active))
+        return Bits(values, self._load_fp4_scales(slots_ref, slots, active) if self.layout.dtype == FP4 else None)
 
     def _load_fp4_scales(
         self, slots_ref: Ref, slots: Int[Array, " N"], active: Bool[Array, " N"] | None
@@ -134,16 +137,17 @@ class Part:
         where = slots_ref.at[jnp.broadcast_to(_along(slots, 1, 4), shape), index]
         return load(where, all_of(masks, shape))
 
-    def _load_fp8_scales(
+    def _load_block_scales(
         self, slots_ref: Ref, slots: Int[Array, " N"], active: Bool[Array, " N"] | None
-    ) -> UInt8[Array, "N blocks 4"]:
-        """The bytes of the scale of each block: one 32-bit load a block."""
-        field = self.layout.field(f"{self.name}_scale")
+    ) -> Shaped[Array, "N blocks parts"]:
+        """The parts, as stored, of the scale of each block: one 32-bit load a block."""
+        field, parts = self.layout.field(f"{self.name}_scale"), 4 // self.layout.storage.itemsize
         first, count, per_row = self.col // FP8_BLOCK, self.cols // FP8_BLOCK, field.shape[1]
         block = first + jnp.arange(count, dtype=jnp.int32)
-        offset = field.offset + 4 * (jax.lax.div(self.row, jnp.int32(FP8_BLOCK)) * per_row + block)
-        shape = (*slots.shape, count, 4)
-        index = jnp.broadcast_to(_along(offset, 1, 3) + jnp.arange(4, dtype=jnp.int32)[None, None], shape)
+        offset = parts * (jax.lax.div(self.row, jnp.int32(FP8_BLOCK)) * per_row + block)
+        offset += self.layout.start(field.name)
+        shape = (*slots.shape, count, parts)
+        index = jnp.broadcast_to(_along(offset, 1, 3) + jnp.arange(parts, dtype=jnp.int32)[None, None], shape)
         inside = bound(first, count, per_row)
         masks = [
             None if active is None else _along(active, 0, 3),
@@ -178,15 +182,21 @@ class Part:
             values = fp4_units(bits.values, inline=inline).reshape(*bits.scales.shape, -1)
             unit = FP4_UNIT if factor is None else FP4_UNIT * _along(factor, 1, 4)
             return jnp.sum(values * vector[None], axis=-1) * (powers_of_two(bits.scales) * unit)
-        if bits.scales is None:
-            vector = vector if factor is None else vector * _along(factor, 0, vector.ndim)
-            return weight_values(bits.values, self.layout, self.name).astype(jnp.float32) * vector[None]
-        shifts = 8 * jnp.arange(4, dtype=jnp.uint32)[None, None, :]
-        words = jnp.sum(bits.scales.astype(jnp.uint32) << shifts, axis=2, dtype=jnp.uint32)
-        scales = jax.lax.bitcast_convert_type(words, jnp.float32)
-        scales = scales * (fp8_unit(mode) if factor is None else fp8_unit(mode) * factor[:, None])
-        values = fp8_units(bits.values, mode, inline=inline).astype(jnp.float32)
-        return values * (vector * scales[:, :, None])[None]
+        if self.layout.dtype == FP8:
+            values, unit = fp8_units(bits.values, mode, inline=inline), fp8_unit(mode)
+        else:
+            values, unit = weight_values(bits.values, self.layout, self.name), 1.0
+        if bits.scales is not None:
+            itemsize = self.layout.storage.itemsize
+            shifts = 8 * itemsize * jnp.arange(4 // itemsize, dtype=jnp.uint32)[None, None, :]
+            words = jnp.sum(bits.scales.astype(jnp.uint32) << shifts, axis=2, dtype=jnp.uint32)
+            scales = jax.lax.bitcast_convert_type(words, jnp.float32)
+            vector = vector * (scales * (unit if factor is None else unit * factor[:, None]))[:, :, None]
+        elif factor is not None:
+            vector = vector * _along(factor if unit == 1 else unit * factor, 0, vector.ndim)
+        elif unit != 1:
+            vector = vector * unit
+        return values.astype(jnp.float32) * vector[None]
 
 
 def _numbered(first: int, shape: tuple[int, ...]) -> Int[Array, "..."]:
@@ -204,12 +214,12 @@ def _along(vector: Shaped[Array, " N"], axis: int, rank: int) -> Shaped[Array, "
 
 
 def load_scale(
-    bytes_ref: Ref, slot: Scalar, layout: ExpertLayout, name: str, row_block: Scalar, col_block: Scalar
+    slots_ref: Ref, slot: Scalar, layout: ExpertLayout, name: str, row_block: Scalar, col_block: Scalar
 ) -> Float32[Array, ""]:
-    """One scale, by four byte loads."""
-    field = layout.field(f"{name}_scale")
-    offset = field.offset + 4 * (row_block * field.shape[1] + col_block)
-    word = bytes_ref[slot, offset].astype(jnp.uint32)
-    for byte in range(1, 4):
-        word = word | (bytes_ref[slot, offset + byte].astype(jnp.uint32) << (8 * byte))
+    """One scale by block, by a load of each of its parts."""
+    field, itemsize = layout.field(f"{name}_scale"), layout.storage.itemsize
+    offset = layout.start(field.name) + 4 // itemsize * (row_block * field.shape[1] + col_block)
+    word = slots_ref[slot, offset].astype(jnp.uint32)
+    for part in range(1, 4 // itemsize):
+        word = word | (slots_ref[slot, offset + part].astype(jnp.uint32) << (8 * itemsize * part))
     return jax.lax.bitcast_convert_type(word, jnp.float32)

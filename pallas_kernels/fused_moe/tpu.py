@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int, Shaped
@@ -43,10 +42,12 @@ def tile_width(width: int) -> int:
 def gather_scales(
     slots: Shaped[Array, "S n"], ids: Int[Array, " R"], layout: ExpertLayout, name: str
 ) -> Float32[Array, "R rows cols"]:
-    """FP8 scales of the experts in slots `ids`; reads those bytes only, not the blocks."""
+    """ScaleKind of the experts in slots `ids`, by channel as one row; reads those bytes only, not the blocks."""
     field = layout.field(f"{name}_scale")
-    part = jax.vmap(lambda slot: jax.lax.dynamic_slice(slots, (slot, field.offset), (1, field.nbytes))[0])(ids)
-    return jax.lax.bitcast_convert_type(part.reshape(ids.shape[0], *field.shape, 4), jnp.float32)
+    start, size = layout.start(field.name), field.nbytes // layout.storage.itemsize
+    part = jax.vmap(lambda slot: jax.lax.dynamic_slice(slots, (slot, start), (1, size))[0])(ids)
+    scales = layout.typed(part, field.name)
+    return scales[:, None] if layout.scales == "channel" else scales
 
 
 def matmul_t(x: Float[Array, "M cols"], weight: Float[Array, "rows cols"]) -> Float32[Array, "M rows"]:
@@ -68,14 +69,17 @@ def scaled_matmul_t(
     scales: Ref | None,
     index: tuple[Any, ...],
     *,
-    dtype: np.dtype,
+    layout: ExpertLayout,
     per_column: bool,
 ) -> Float32[Array, "M rows"]:
-    """`matmul_t` with stored weights of `dtype`; FP8 has a scale per 128 columns (`per_column`), or per 128 rows."""
-    weight = pltpu.bitcast(tile, jnp.dtype(dtype))
+    """`matmul_t` with stored weights. ScaleKind by block are one per 128 columns (`per_column`), or per 128 rows."""
+    weight = pltpu.bitcast(tile, jnp.dtype(layout.dtype))
+    if layout.dtype == FP8:
+        weight = weight.astype(x.dtype)  # e4m3 is exact in bf16
     if scales is None:
         return matmul_t(x, weight)
-    weight = weight.astype(x.dtype)  # e4m3 is exact in bf16
+    if layout.scales == "channel":
+        return matmul_t(x, weight) * scales[0]
     rows, cols = weight.shape
     total = jnp.zeros((x.shape[0], rows), jnp.float32)
     if per_column:
@@ -100,12 +104,11 @@ def expert_tile(
     layout: ExpertLayout,
 ) -> Float32[Array, "M H"]:
     """What one tile of hidden values adds to the expert's output. Tiles are as stored."""
-    dtype = layout.dtype
     gate_scales, up_scales, down_scales = scales or (None, None, None)
-    g = scaled_matmul_t(x, gate, gate_scales, (0, step), dtype=dtype, per_column=True)
-    u = scaled_matmul_t(x, up, up_scales, (0, step), dtype=dtype, per_column=True)
+    g = scaled_matmul_t(x, gate, gate_scales, (0, step), layout=layout, per_column=True)
+    u = scaled_matmul_t(x, up, up_scales, (0, step), layout=layout, per_column=True)
     h = activate(g, u, layout.activation).astype(hidden_dtype(x))
-    return scaled_matmul_t(h, down, down_scales, (0, step), dtype=dtype, per_column=False)
+    return scaled_matmul_t(h, down, down_scales, (0, step), layout=layout, per_column=False)
 
 
 def weight_specs(
@@ -127,10 +130,13 @@ def weight_specs(
         pl.BlockSpec((1, hidden, tile), lambda i, f, *p: (slot_of(i, *p), down, f)),
     ]
     scales = []
-    if layout.dtype == FP8:
+    if layout.scales == "block":
         for name in ("gate", "up", "down"):
             shape = layout.field(f"{name}_scale").shape
             scales.append(pl.BlockSpec((1, *shape), lambda i, f, *p: (i, 0, 0), memory_space=pltpu.SMEM))
+    if layout.scales == "channel":
+        of_tile = pl.BlockSpec((1, 1, tile), lambda i, f, *p: (i, 0, f))
+        scales += [of_tile, of_tile, pl.BlockSpec((1, 1, hidden), lambda i, f, *p: (i, 0, 0))]
     return specs, scales
 
 

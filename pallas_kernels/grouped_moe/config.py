@@ -13,7 +13,7 @@ from pallas_kernels.layout import FP4, FP8, FP8_BLOCK, ExpertLayout
 class GroupedMoEConfig:
     """Tiles of the two GPU kernels, powers of two from 16: a program makes M rows times `*_cols` outputs.
 
-    It goes through the contracted dimension in steps of `depth`, which is 128 for FP8 experts: one step, one
+    It goes through the contracted dimension in steps of `depth`, which is 128 where scales are by block: one step, one
     scale.
     """
 
@@ -34,9 +34,10 @@ class GroupedMoEConfig:
         """Raises `ValueError` where the tiles do not fit FP8 scale blocks."""
         if layout.dtype == FP4 and self.depth < 32:
             raise ValueError(f"grouped_moe config: FP4 experts need a depth from 32, got {self.depth}")
-        if layout.dtype == FP8 and (self.depth != FP8_BLOCK or FP8_BLOCK % self.up_cols or FP8_BLOCK % self.down_cols):
+        fits = self.depth == FP8_BLOCK and not (FP8_BLOCK % self.up_cols or FP8_BLOCK % self.down_cols)
+        if layout.scales == "block" and not fits:
             raise ValueError(
-                f"grouped_moe config: FP8 experts need depth {FP8_BLOCK} and columns dividing it, got depth "
+                f"grouped_moe config: scales by block need depth {FP8_BLOCK} and columns dividing it, got depth "
                 f"{self.depth}, up_cols {self.up_cols}, down_cols {self.down_cols}"
             )
 
@@ -48,7 +49,7 @@ def default_config(layout: ExpertLayout) -> GroupedMoEConfig:
     """
     hidden, width = layout.hidden, layout.width
     if compute_capability() == 9.0 and layout.dtype.itemsize <= 2 and min(hidden, width) >= 128:
-        wide = 128 if layout.dtype in (FP8, FP4) else 64
+        wide = 128 if layout.dtype in (FP8, FP4) or layout.scales == "block" else 64
         return GroupedMoEConfig(up_cols=128, down_cols=128, depth=wide, stages=2 if layout.dtype == FP8 else 3)
     most = 32 if layout.dtype.itemsize == 4 else 64
 
@@ -59,7 +60,7 @@ def default_config(layout: ExpertLayout) -> GroupedMoEConfig:
         up_cols=fit(width),
         down_cols=fit(hidden),
         depth=FP8_BLOCK
-        if layout.dtype == FP8
+        if layout.dtype == FP8 or layout.scales == "block"
         else max(32 if layout.dtype == FP4 else 16, min(fit(width), fit(hidden))),
         fp8=fp8_mode(),
     )

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Shaped, UInt8
 
 from pallas_kernels.fused_moe.dequantize import fp8_unit, fp8_units, weight_values
 from pallas_kernels.fused_moe.swiglu import activate, fp4_values, hidden_dtype, powers_of_two
-from pallas_kernels.fused_moe.tiles import load_bias, load_scale
+from pallas_kernels.fused_moe.tiles import load_by_row, load_scale
 from pallas_kernels.grouped_moe.config import GroupedMoEConfig, default_config
 from pallas_kernels.layout import FP4, FP4_BLOCK, FP8, FP8_BLOCK, ExpertLayout
 from pallas_kernels.masks import Ref, both, bound, load
@@ -81,11 +81,18 @@ def _products(
         for name, total in zip(names, totals, strict=True):
             row = pl.ds(col + layout.first_row(name), cols)
             b = load(weights_ref.at[slot, row, pl.ds(start, depth)], mask)
-            if layout.dtype == FP8:
-                # A step is one column of blocks, the tile lies in one row of blocks: one scale for all.
-                scale = load_scale(flat_ref, slot, layout, name, jax.lax.div(col, jnp.int32(FP8_BLOCK)), i)
-                values = fp8_units(b, config.fp8, inline=False).astype(rows[0].dtype)
-                total += _dot_t(rows[0], values) * (scale * fp8_unit(config.fp8))
+            if layout.scales is not None:
+                fp8 = layout.dtype == FP8
+                values = (
+                    fp8_units(b, config.fp8, inline=False).astype(rows[0].dtype)
+                    if fp8
+                    else weight_values(b, layout, name)
+                )
+                unit = jnp.float32(fp8_unit(config.fp8) if fp8 else 1)
+                if layout.scales == "block":
+                    # A step is one column of blocks, the tile lies in one row of blocks: one scale for all.
+                    unit *= load_scale(flat_ref, slot, layout, name, jax.lax.div(col, jnp.int32(FP8_BLOCK)), i)
+                total += _dot_t(rows[0], values) * unit
             elif layout.dtype == FP4:
                 # Times a power of two a value of one bit of mantissa stays exact in the rows' dtype.
                 scale = powers_of_two(_load_fp4_scales(flat_ref, slot, layout, name, col, cols, start, depth, mask))
@@ -98,10 +105,15 @@ def _products(
 
     zeros = tuple(jnp.zeros((count, cols), jnp.float32) for _ in names)
     totals = jax.lax.fori_loop(0, pl.cdiv(width, depth), step, zeros)
-    if not layout.biased:
-        return totals
-    biases = [load_bias(flat_ref, slot[None], None, col, layout=layout, name=name, rows=cols) for name in names]
-    return tuple(total + jnp.sum(bias, axis=1)[None, :] for total, bias in zip(totals, biases, strict=True))
+
+    def by_row(name: str) -> Float32[Array, "1 cols"]:
+        return jnp.sum(load_by_row(flat_ref, slot[None], None, col, layout=layout, name=name, rows=cols), axis=1)[None]
+
+    if layout.scales == "channel":
+        totals = tuple(total * by_row(f"{name}_scale") for name, total in zip(names, totals, strict=True))
+    if layout.biased:
+        totals = tuple(total + by_row(f"{name}_bias") for name, total in zip(names, totals, strict=True))
+    return totals
 
 
 def _load_fp4_scales(
@@ -209,7 +221,7 @@ def grouped_moe(
     config.check(layout)
     blocks, rows, hidden = out.shape
     width = layout.width
-    flat = [slots] if layout.dtype in (FP8, FP4) or layout.biased else []
+    flat = [slots] if layout.scales or layout.dtype == FP4 or layout.biased else []
     for_up, for_down = (layout.row_view(slots, layout.field(name).shape[1]) for name in ("gate", "down"))
     address_widely(slots=slots, for_up=for_up, for_down=for_down)
     block_slots, block_rows = block_slots.astype(jnp.int32), block_rows.astype(jnp.int32)

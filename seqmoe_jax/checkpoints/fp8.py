@@ -1,4 +1,4 @@
-"""FP8-block weights: `w[i, j] = q[i, j] * scale[i // R, j // C]`, R x C from the config (else 128 x 128)."""
+"""FP8 weights: `w[i, j] = q[i, j] * scale[i // R, j // C]`. R x C are blocks, single rows, or all of a matrix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from seqmoe_jax.errors import CheckpointError
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 SCALE_DTYPES = tuple(np.dtype(kind) for kind in (np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu))
-DEFAULT_BLOCK = (128, 128)
 _VALUES = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
 # Two at once, by the 16 bits that two neighbours make: three times as fast as a cast, and without the GIL.
 _PAIRS = _VALUES[np.arange(65536, dtype=np.uint16).view(np.uint8)].view(np.uint64)
@@ -28,7 +27,7 @@ def dequantize(
     weight: Shaped[np.ndarray, "*batch N K"],
     scale: Shaped[np.ndarray, "*batch n k"],
     *,
-    block: tuple[int, int] = DEFAULT_BLOCK,
+    block: tuple[int, int],
     dtype: np.dtype | type,
     out: np.ndarray | None = None,
 ) -> Shaped[np.ndarray, "*batch N K"]:
@@ -47,14 +46,13 @@ def dequantize(
     if out is None:
         out = np.empty(weight.shape, dtype)
     rows, cols = weight.shape[-2:]
-    step = max(1, CHUNK_ELEMS // max(1, cols) // block[0]) * block[0]
+    step = max(1, CHUNK_ELEMS // max(1, cols))
     for index in np.ndindex(weight.shape[:-2]):
         factors = scale[index].astype(np.float32)
         for start in range(0, rows, step):
             chunk = widen(weight[index][start : start + step])
-            per_row = factors[start // block[0] : math.ceil((start + step) / block[0])]
-            wide = np.repeat(np.repeat(per_row, block[0], 0)[: len(chunk)], block[1], 1)[:, :cols]
-            chunk *= wide
+            by_row = factors[np.arange(start, start + len(chunk)) // block[0]]
+            chunk *= by_row if by_row.shape[1] == 1 else np.repeat(by_row, block[1], 1)[:, :cols]
             out[index][start : start + step] = chunk
     return out
 

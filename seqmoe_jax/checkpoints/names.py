@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from functools import partial
 
-from pallas_kernels.layout import FP4, FP4_BLOCK
-from seqmoe_jax.checkpoints.fp8 import DEFAULT_BLOCK
+from pallas_kernels.layout import FP4, FP4_BLOCK, FP8_BLOCK
 from seqmoe_jax.checkpoints.sources import NameMap, Source
 from seqmoe_jax.models.families import FAMILIES
 from seqmoe_jax.models.naming import ExpertNames, Names
@@ -36,13 +35,15 @@ def names_of(spec: ModelSpec, available: Set[str]) -> NameMap:
         tuple(_experts(spec.hidden, moe, fp4, names.prefix.format(index=index), names.experts, available))
         for index in spec.moe_layers
     )
+    quantization = spec.quantization
+    rows, cols = quantization.block if quantization is not None else (None, None)
     ignored = tuple(pattern.format(layers=len(spec.layers)) for pattern in names.ignored)
     return NameMap(
         dense=dense,
         experts=experts,
         layer_index=spec.moe_layers,
-        block=spec.fp8_block or DEFAULT_BLOCK,
-        scale_suffix=names.scale_suffix,
+        block=(rows or FP8_BLOCK, cols or FP8_BLOCK),
+        activations=quantization is not None and quantization.activations,
         ignored=(*ignored, *((f"*{names.model['lm_head']}",) if spec.tied else ())),
     )
 

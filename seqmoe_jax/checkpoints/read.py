@@ -8,9 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from seqmoe_jax.checkpoints.fp8 import FP8, dequantize
+from seqmoe_jax.checkpoints.fp8 import FP8, dequantize, scale_shape
 from seqmoe_jax.checkpoints.header import fault
 from seqmoe_jax.checkpoints.safetensors import Checkpoint
+from seqmoe_jax.checkpoints.scales import Scales, scales_of
 from seqmoe_jax.checkpoints.sources import NameMap, Source
 
 SMALL = 1 << 16  # values
@@ -25,6 +26,11 @@ def read_part(checkpoint: Checkpoint, source: Source) -> np.ndarray:
     return source.part_of(raw.view(dtype))
 
 
+def read_scales(checkpoint: Checkpoint, scales: Scales, weight: tuple[int, ...]) -> np.ndarray:
+    """The scales of a part of the shape `weight`, `[rows, columns]` of its blocks as they are stored."""
+    return read_part(checkpoint, scales.source).reshape(scale_shape(weight, scales.block))
+
+
 def read_source(
     checkpoint: Checkpoint,
     names: NameMap,
@@ -35,8 +41,9 @@ def read_source(
     """The source's part in `dtype`, `[*part_shape]` (in `out` where given). FP8 has its scales applied."""
     stored = read_part(checkpoint, source)
     if stored.dtype == FP8:
-        scale = read_part(checkpoint, names.scale_source(source))
-        return dequantize(stored, scale, block=names.block, dtype=dtype, out=out)
+        scales = scales_of(checkpoint, names, source)
+        grid = read_scales(checkpoint, scales, stored.shape)
+        return dequantize(stored, grid, block=scales.block, dtype=dtype, out=out)
     if out is None:
         return stored.astype(dtype, copy=False)
     out[...] = stored

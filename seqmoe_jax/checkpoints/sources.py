@@ -1,24 +1,14 @@
-"""Where a model's tensors lie in its checkpoint: the source of one tensor, the map of a whole model, its check."""
+"""Where a model's tensors lie in its checkpoint: the source of one tensor, and the map of a whole model."""
 
 from __future__ import annotations
 
-import fnmatch
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from seqmoe_jax.checkpoints.fp8 import DEFAULT_BLOCK, FP8, SCALE_DTYPES, scale_shape
-from seqmoe_jax.checkpoints.safetensors import Checkpoint
-from seqmoe_jax.errors import CheckpointError, ConfigError
-
-log = logging.getLogger("seqmoe_jax")
-
-FLOATS = ("float32", "bfloat16", "float16", "float64", FP8.name)
-INTEGERS = ("int64", "int32")
-PACKED = ("uint8", "int8", "float8_e8m0fnu")  # names under which checkpoints store bytes
+from pallas_kernels.layout import FP8_BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +61,8 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class NameMap:
-    """Sources of every tensor of one model. `scale_suffix` turns a weight's name into that of its FP8 scales.
+    """Sources of every tensor of one model. `block` is how many rows and columns share a scale of an FP8 weight, where
+    its scales are by block; `activations` whether servers quantise these too, which is not done here.
 
     `dense[name]`; `experts[moe_layer][expert][field]`; `layer_index[moe_layer]` is the layer's number in the
     model. `ignored` are patterns of checkpoint tensors that the model has no use for.
@@ -80,79 +71,12 @@ class NameMap:
     dense: Mapping[str, Source]
     experts: tuple[tuple[Mapping[str, Source], ...], ...]
     layer_index: tuple[int, ...]
-    block: tuple[int, int] = DEFAULT_BLOCK
-    scale_suffix: tuple[str, str] = ("", "_scale_inv")
-    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK)
+    activations: bool = False
+    ignored: tuple[str, ...] = ()
 
     def sources(self) -> Iterator[Source]:
         yield from self.dense.values()
         for layer in self.experts:
             for expert in layer:
                 yield from expert.values()
-
-    def scale_source(self, source: Source) -> Source:
-        """The scales of an FP8 weight. Raises `ConfigError` where a part begins in the middle of a block."""
-        end, replacement = self.scale_suffix
-        rows = source.rows
-        if not source.contiguous:
-            raise ConfigError(
-                f"tensor {source.tensor!r}: expected FP8 weights as [out, in] with gate and up apart, got them "
-                "transposed or interleaved; save the checkpoint with one tensor per expert"
-            )
-        if rows is not None:
-            if rows[0] % self.block[0]:
-                raise ConfigError(
-                    f"tensor {source.tensor!r}: expected parts that start at a multiple of {self.block[0]} "
-                    f"rows (the FP8 block), got row {rows[0]}; save the checkpoint with one tensor per expert"
-                )
-            rows = (rows[0] // self.block[0], math.ceil(rows[1] / self.block[0]))
-        return Source(
-            tensor=source.tensor.removesuffix(end) + replacement,
-            shape=scale_shape(source.shape, self.block),
-            expert=source.expert,
-            rows=rows,
-        )
-
-
-def check_names(checkpoint: Checkpoint, names: NameMap) -> None:
-    """Compares map and headers before any weight is read. Raises `CheckpointError` with counts."""
-    wanted: dict[str, tuple[int, ...]] = {}
-    missing: list[str] = []
-    wrong: list[str] = []
-
-    def see(name: str, shape: tuple[int, ...], allowed: tuple[str, ...]) -> None:
-        if name in wanted:
-            return
-        wanted[name] = shape
-        if name not in checkpoint.names:
-            missing.append(name)
-            return
-        info = checkpoint.info(name)
-        if info.shape != shape:
-            wrong.append(f"{name} {list(info.shape)} for {list(shape)}")
-        elif info.dtype.name not in allowed:
-            wrong.append(f"{name} of {info.dtype}")
-
-    for source in names.sources():
-        kinds = PACKED if source.packed else INTEGERS if source.integers else FLOATS
-        see(source.tensor, source.shape, kinds)
-        if source.tensor in checkpoint.names and checkpoint.info(source.tensor).dtype == FP8:
-            scale = names.scale_source(source)
-            see(scale.tensor, scale.shape, tuple(dtype.name for dtype in SCALE_DTYPES))
-    unused = [name for name in checkpoint.names if name not in wanted]
-    left = {pattern: fnmatch.filter(unused, pattern) for pattern in names.ignored}
-    extra = sorted(set(unused).difference(*left.values()))
-    found = [(missing, "missing"), (wrong, "of a wrong shape or dtype"), (extra, "unexpected")]
-    faults = [f"{len(which)} {what} ({_first(which)})" for which, what in found if which]
-    if faults:
-        raise CheckpointError(
-            f"{checkpoint.directory}: expected the {len(wanted)} tensors that config.json calls for, got "
-            f"{', '.join(faults)}; do config.json and weights belong together?"
-        )
-    skipped = [f"{pattern} ({len(which)} tensors)" for pattern, which in left.items() if which]
-    if skipped:
-        log.info("%s: left out %s, of no use to the text model", checkpoint.directory, ", ".join(skipped))
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

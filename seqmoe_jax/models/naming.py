@@ -73,7 +73,6 @@ class Names:
     prefix: str = "{root}layers.{index}."
     experts: ExpertNames = ExpertNames()
     ignored: tuple[str, ...] = IGNORED
-    scale_suffix: tuple[str, str] = ("", "_scale_inv")
 
     def below(self, root: str, top: str) -> Names:
         """The same names with `{root}` and `{top}` filled in."""

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pallas_kernels.layout import FP4, FP8, SWIGLU, Activation, ExpertLayout, swiglu_layout
+from pallas_kernels.layout import FP4, SWIGLU, Activation, ExpertLayout, ScaleKind, swiglu_layout
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.models.mixers import Mixer
 from seqmoe_jax.models.mlp import DenseSpec, DenseWeights, SharedSpec
 from seqmoe_jax.models.norms import RMSNorm
+from seqmoe_jax.models.quantization import Quantization
 from seqmoe_jax.models.residual import PLAIN, HyperHead, Residual
 from seqmoe_jax.models.routers import RouterSpec
 from seqmoe_jax.models.tensors import Take, Tensor, Tensors, below, take_below
@@ -85,7 +86,8 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     dtype: np.dtype  # of the dense weights in the checkpoint
     expert_dtype: np.dtype  # of the experts' matrices in host pool and slots
-    fp8_block: tuple[int, int] | None = None  # rows, columns per scale in the checkpoint; None where nothing is FP8
+    expert_scales: ScaleKind | None = None  # what of them a scale is of there: always for FP8
+    quantization: Quantization | None = None  # what config.json says of the checkpoint's weights
     embedding_scale: float = 1.0  # embeddings are multiplied by it
     logits_scale: float = 1.0  # logits are divided by it
     head: HyperHead | None = None  # how streams of hidden states become one before the last norm; None: there is one
@@ -123,11 +125,12 @@ class ModelSpec:
     def expert_layout(self) -> ExpertLayout:
         moe = self.moe
         # Biases of quantised experts are in the files' dtype of dense weights.
-        bias = self.dtype if self.expert_dtype in (FP8, FP4) else self.expert_dtype
+        bias = self.dtype if self.expert_dtype == FP4 or self.expert_scales else self.expert_dtype
         return swiglu_layout(
             hidden=self.hidden,
             width=moe.width,
             dtype=self.expert_dtype,
+            scales=self.expert_scales,
             activation=moe.activation,
             bias=bias if moe.bias else None,
         )

@@ -56,14 +56,14 @@ def test_ragged_last_blocks():
     assert scale_shape((576, 200), (128, 128)) == (5, 2)
     weight = np.ones((576, 200), FP8)
     scale = np.arange(10, dtype=np.float32).reshape(5, 2)
-    out = dequantize(weight, scale, dtype=np.float32)
+    out = dequantize(weight, scale, block=(128, 128), dtype=np.float32)
     assert (out[575, 199], out[511, 127], out[512, 128]) == (9, 6, 9)
 
 
 @pytest.mark.parametrize("scale", [np.ones((2, 1), np.float32), np.ones((1, 2), np.float16), np.ones((1, 1), np.int32)])
 def test_scales_that_do_not_fit(scale):
     with pytest.raises(CheckpointError, match=r"expected scales \[1, 1\] of float32"):
-        dequantize(np.ones((4, 4), FP8), scale, dtype=np.float32)
+        dequantize(np.ones((4, 4), FP8), scale, block=(128, 128), dtype=np.float32)
 
 
 def test_widening_is_a_cast_for_every_value():

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from seqmoe_jax.checkpoints.check import check_names
 from seqmoe_jax.checkpoints.names import names_of
 from seqmoe_jax.checkpoints.read import iter_dense, read_part, read_source
 from seqmoe_jax.checkpoints.safetensors import Checkpoint, open_checkpoint
-from seqmoe_jax.checkpoints.sources import Source, check_names
+from seqmoe_jax.checkpoints.scales import scales_of
+from seqmoe_jax.checkpoints.sources import Source
 from seqmoe_jax.errors import CheckpointError, ConfigError
 from seqmoe_jax.models.families import spec_from_config
 
@@ -147,30 +149,34 @@ def test_fp8_scales_are_found_and_applied(tmp_path: Path):
     check_names(checkpoint, names)
     source = names.experts[0][1]["down"]
     weight = read_part(checkpoint, source).astype(np.float32)
-    scale = read_part(checkpoint, names.scale_source(source)).astype(np.float32)
+    scale = read_part(checkpoint, scales_of(checkpoint, names, source).source).astype(np.float32)
     expected = weight * np.kron(scale, np.ones((4, 4), np.float32))[:16, :8]
     np.testing.assert_array_equal(read_source(checkpoint, names, source, np.float32), expected)
 
 
 def test_fp8_faults(tmp_path: Path):
     checkpoint, config = fp8_checkpoint(tmp_path, 4, scales=False)
-    with pytest.raises(CheckpointError, match=r"39 missing \(model.layers.0.self_attn.q_proj.weight_scale_inv"):
+    with pytest.raises(
+        CheckpointError, match=r"39 missing \(model.layers.0.self_attn.q_proj.weight_scale or _scale_inv, "
+    ):
         check_names(checkpoint, names_of(spec_from_config(config), checkpoint.names))
     checkpoint, config = fp8_checkpoint(tmp_path, 4)
     config["quantization_config"]["weight_block_size"] = [8, 8]
-    with pytest.raises(CheckpointError, match=r"wrong shape or dtype \(.*_scale_inv \[6, 4\] for \[3, 2\]"):
+    with pytest.raises(CheckpointError, match=r"or \[3, 2\] in blocks of \[8, 8\], got .*_scale_inv' \[6, 4\]; check"):
         check_names(checkpoint, names_of(spec_from_config(config), checkpoint.names))
 
 
-def test_a_fused_fp8_part_must_start_with_a_block():
+def test_a_fused_fp8_part_must_start_with_a_block(tmp_path: Path):
     config = CONFIG | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [3, 3]}}
-    names = names_of(spec_from_config(config), {"model.layers.0.mlp.experts.gate_up_proj"})
+    fused = "model.layers.0.mlp.experts.gate_up_proj"
+    checkpoint = saved(tmp_path, {f"{fused}_scale_inv": np.ones((4, 6, 6), np.float32)})
+    names = names_of(spec_from_config(config), {fused})
     gate, up = names.experts[0][1]["gate"], names.experts[0][1]["up"]
-    assert names.scale_source(gate) == Source(
-        tensor="model.layers.0.mlp.experts.gate_up_proj_scale_inv", shape=(4, 6, 6), expert=1, rows=(0, 3)
+    assert scales_of(checkpoint, names, gate).source == Source(
+        tensor=f"{fused}_scale_inv", shape=(4, 6, 6), expert=1, rows=(0, 3)
     )
     with pytest.raises(ConfigError, match="start at a multiple of 3 rows"):
-        names.scale_source(up)
+        scales_of(checkpoint, names, up)
 
 
 def test_transformers_5_field_names():

@@ -18,10 +18,12 @@ from safetensors.numpy import save_file
 from pallas_kernels.fused_moe.swiglu import unpack_weight
 from pallas_kernels.layout import FP4, FP8, ExpertLayout, swiglu_layout
 from scripts.checks.random_checkpoint import make_config, write_checkpoint
+from seqmoe_jax.checkpoints.check import check_names
 from seqmoe_jax.checkpoints.names import names_of
-from seqmoe_jax.checkpoints.read import read_part, read_source
+from seqmoe_jax.checkpoints.read import read_part, read_scales, read_source
 from seqmoe_jax.checkpoints.safetensors import Checkpoint, open_checkpoint
-from seqmoe_jax.checkpoints.sources import NameMap, check_names
+from seqmoe_jax.checkpoints.scales import scales_of
+from seqmoe_jax.checkpoints.sources import NameMap
 from seqmoe_jax.errors import CheckpointError, ConfigError
 from seqmoe_jax.experts import host_pool
 from seqmoe_jax.experts.host_pool import load_host_pool
@@ -61,7 +63,8 @@ def packed(checkpoint: Checkpoint, names: NameMap, layout: ExpertLayout, layer: 
         dtype = layout.field(name).dtype
         if dtype == FP8:
             tensors[name] = read_part(checkpoint, source)
-            tensors[name + "_scale"] = read_part(checkpoint, names.scale_source(source)).astype(np.float32)
+            scales = scales_of(checkpoint, names, source)
+            tensors[name + "_scale"] = read_scales(checkpoint, scales, source.part_shape).astype(np.float32)
         else:
             tensors[name] = read_source(checkpoint, names, source, dtype)
     return layout.pack(tensors)
@@ -182,7 +185,7 @@ def test_layouts_that_the_files_cannot_fill(tmp_path: Path):
     layout = swiglu_layout(hidden=HIDDEN, width=WIDTH, dtype=FP8)
     with pytest.raises(ConfigError, match="not quantised while loading"):
         load(*written(tmp_path / "a", "bf16"), layout)
-    with pytest.raises(ConfigError, match=r"weight_block_size \[16, 16\]"):
+    with pytest.raises(ConfigError, match=r"got one for \[16, 16\] of"):
         load(*written(tmp_path / "b", "fp8", block=16), layout)
     checkpoint, names = written(tmp_path / "c", "fp8")
     with pytest.raises(CheckpointError, match=r"to give gate \[128, 256\], got \[192, 256\]"):

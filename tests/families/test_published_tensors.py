@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from seqmoe_jax.checkpoints.check import check_names
 from seqmoe_jax.checkpoints.names import names_of
 from seqmoe_jax.checkpoints.safetensors import Checkpoint
-from seqmoe_jax.checkpoints.sources import check_names
 from seqmoe_jax.errors import CheckpointError
 from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.presets import preset_path

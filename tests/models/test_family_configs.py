@@ -25,7 +25,7 @@ def preset(name, **changes):
         ("gpt-oss-20b", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for num_hidden_layers 24"),
         ("gpt-oss-20b", {"layer_types": ["linear"] * 24}, "supported: 'sliding_attention', 'full_attention'"),
         ("gpt-oss-20b", {"layer_types": [1]}, "'layer_types' must be a list of strings"),
-        ("gpt-oss-20b", {"quantization_config": {"quant_method": "awq"}}, "supported: 'fp8', 'mxfp4'"),
+        ("gpt-oss-20b", {"quantization_config": {"quant_method": "awq"}}, "packed 4-bit integers of AWQ"),
         ("gpt-oss-20b", {"intermediate_size": 2870}, "intermediate_size 2870"),
         ("mixtral-8x7b", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("mixtral-8x7b", {"sliding_window": 0}, "'sliding_window' must be an integer from 1"),

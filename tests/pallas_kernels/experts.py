@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.layout import FP4, FP4_BLOCK, FP8, FP8_BLOCK, SWIGLU, Activation, swiglu_layout
+from pallas_kernels.layout import FP4, FP4_BLOCK, FP8, FP8_BLOCK, SWIGLU, Activation, ScaleKind, swiglu_layout
 
 # GPT-OSS has these two; half the values that the tests' experts make are clamped.
 OAI = Activation(limit=0.7, slope=1.702, shift=1.0)
@@ -33,9 +33,10 @@ def random_slots(
     seed: int = 0,
     activation: Activation = SWIGLU,
     bias: np.dtype | None = None,
+    scales: ScaleKind | None = None,
 ):
     """(layout, slots [S, n], the unpacked tensors of every slot)."""
-    layout = swiglu_layout(hidden=hidden, width=width, dtype=dtype, activation=activation, bias=bias)
+    layout = swiglu_layout(hidden=hidden, width=width, dtype=dtype, activation=activation, bias=bias, scales=scales)
     rng = np.random.default_rng(seed)
 
     def tensor(field):
@@ -44,7 +45,7 @@ def random_slots(
             return rng.integers(low, high, field.shape, np.uint8)
         if field.name.endswith("_scale"):
             return rng.uniform(0.01, 0.03, field.shape).astype(np.float32)
-        return (rng.normal(size=field.shape) * (3.0 if dtype == FP8 else 0.05)).astype(field.dtype)
+        return (rng.normal(size=field.shape) * (3.0 if layout.scales else 0.05)).astype(field.dtype)
 
     tensors = [{field.name: tensor(field) for field in layout.fields} for _ in range(slots)]
     return layout, jnp.asarray(np.stack([layout.pack(t) for t in tensors])), tensors
@@ -63,8 +64,11 @@ def oracle(
         value = tensors[name].astype(np.float64)
         if f"{name}_scale" not in tensors:
             return value
+        scale = tensors[f"{name}_scale"].astype(np.float64)
+        if scale.ndim == 1:
+            return value * scale[:, None]
         rows, cols = np.indices(value.shape) // FP8_BLOCK
-        return value * tensors[f"{name}_scale"].astype(np.float64)[rows, cols]
+        return value * scale[rows, cols]
 
     def product(name: str, x: np.ndarray) -> np.ndarray:
         return weight(name) @ x + tensors.get(f"{name}_bias", np.zeros(1)).astype(np.float64)
@@ -91,9 +95,14 @@ REAL_SHAPES = {
     "demo": (4, 256, 64, BF16),
     "gpt-oss": (4, 2880, 2880, BF16),
     "gpt-oss-mxfp4": (4, 2880, 2880, FP4),
+    "qwen3-30b-fp8-channel": (8, 2048, 768, FP8),
+    "qwen3-30b-partly-fp8": (8, 2048, 768, BF16),
 }
+SCALES: dict[str, ScaleKind] = {"qwen3-30b-fp8-channel": "channel", "qwen3-30b-partly-fp8": "block"}
 
 
 def real_layout(name: str):
     _, hidden, width, dtype = REAL_SHAPES[name]
-    return swiglu_layout(hidden=hidden, width=width, dtype=dtype, **EXTRAS.get((dtype, BF16), {}))
+    return swiglu_layout(
+        hidden=hidden, width=width, dtype=dtype, scales=SCALES.get(name), **EXTRAS.get((dtype, BF16), {})
+    )

@@ -18,6 +18,7 @@ from pallas_kernels.fused_moe.swiglu import fp4_values, powers_of_two
 from pallas_kernels.layout import FP4, FP8, swiglu_layout
 
 # dtype of the expert, dtype of x, H, F. FP8 shapes: one ragged block, several whole blocks, ragged last ones.
+# And what there is a scale for, where it is not what FP8 has by itself.
 CASES = [
     (F32, F32, 64, 32),
     (BF16, BF16, 192, 80),
@@ -28,13 +29,21 @@ CASES = [
     (BF16, F32, 64, 48),
     (FP4, BF16, 192, 96),
     (FP4, F32, 64, 160),
+    (FP8, BF16, 192, 80, "channel"),
+    (FP8, F32, 160, 136, "channel"),
+    (BF16, BF16, 192, 80, "block"),
+    (BF16, BF16, 256, 128, "channel"),
+    (F32, F32, 160, 136, "block"),
 ]
-IDS = [f"{expert.name}-x_{x.name}-{hidden}x{width}" for expert, x, hidden, width in CASES]
+CASES = [(*given, None)[:5] for given in CASES]
+IDS = [f"{expert.name}-x_{x.name}-{hidden}x{width}-{scales}" for expert, x, hidden, width, scales in CASES]
 SLOT_IDS = {1: [[3, -1, 0]], 2: [[3, -1, 0], [2, 1, 4]]}
 
 
-def case(dtype, x_dtype, hidden, width, *, batch, slots=5):
-    layout, blocks, tensors = random_slots(hidden, width, dtype, slots=slots, **EXTRAS.get((dtype, x_dtype), {}))
+def case(dtype, x_dtype, hidden, width, *, scales=None, batch, slots=5):
+    layout, blocks, tensors = random_slots(
+        hidden, width, dtype, slots=slots, scales=scales, **EXTRAS.get((dtype, x_dtype), {})
+    )
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.normal(size=(batch, hidden)).astype(x_dtype))
     weights = jnp.asarray(rng.uniform(0.1, 1, (batch, 3)), jnp.float32)
@@ -53,9 +62,9 @@ def run(implementation, layout, args, config=None):
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize(("dtype", "x_dtype", "hidden", "width"), CASES, ids=IDS)
-def test_reference_computes_the_formula(dtype, x_dtype, hidden, width, batch):
-    layout, tensors, (x, blocks, ids, weights) = case(dtype, x_dtype, hidden, width, batch=batch)
+@pytest.mark.parametrize(("dtype", "x_dtype", "hidden", "width", "scales"), CASES, ids=IDS)
+def test_reference_computes_the_formula(dtype, x_dtype, hidden, width, scales, batch):
+    layout, tensors, (x, blocks, ids, weights) = case(dtype, x_dtype, hidden, width, scales=scales, batch=batch)
     want = np.zeros((batch, hidden))
     for b, k in np.argwhere(np.asarray(ids) >= 0):
         y = oracle(tensors[ids[b, k]], np.asarray(x[b]), round_hidden=x_dtype == BF16, activation=layout.activation)
@@ -67,13 +76,13 @@ def test_reference_computes_the_formula(dtype, x_dtype, hidden, width, batch):
 
 
 @pytest.mark.parametrize("implementation", ["gpu", "tpu"])
-@pytest.mark.parametrize(("dtype", "x_dtype", "hidden", "width"), CASES, ids=IDS)
-def test_kernels_agree_with_the_reference(dtype, x_dtype, hidden, width, implementation):
+@pytest.mark.parametrize(("dtype", "x_dtype", "hidden", "width", "scales"), CASES, ids=IDS)
+def test_kernels_agree_with_the_reference(dtype, x_dtype, hidden, width, scales, implementation):
     if implementation == "tpu" and width > 128 and width % 128:
         pytest.skip("the TPU kernel takes whole tiles of 128")
     if implementation == "tpu" and (dtype == FP4 or "bias" in EXTRAS.get((dtype, x_dtype), {})):
         pytest.skip("the TPU kernel refuses them")
-    layout, _, args = case(dtype, x_dtype, hidden, width, batch=2)
+    layout, _, args = case(dtype, x_dtype, hidden, width, scales=scales, batch=2)
     assert error(run(implementation, layout, args), run("xla", layout, args)) < (1e-3 if x_dtype == BF16 else 2e-6)
 
 
@@ -186,10 +195,10 @@ def test_gpu_kernel_lowers_for_ragged_fp8(mode):
     )
 
 
-@pytest.mark.parametrize("name", ["peer", "qwen3-30b-fp8"])
+@pytest.mark.parametrize("name", ["peer", "qwen3-30b-fp8", "qwen3-30b-fp8-channel", "qwen3-30b-partly-fp8"])
 def test_tpu_kernel_lowers_for_aligned_shapes(name):
-    per_token, hidden, width, dtype = REAL_SHAPES[name]
-    layout = swiglu_layout(hidden=hidden, width=width, dtype=dtype)
+    per_token, hidden, _, _ = REAL_SHAPES[name]
+    layout = real_layout(name)
     text = lower_for(
         "tpu", partial(fused_moe, layout=layout, implementation="tpu"), *shapes(1, per_token, hidden, layout)
     )

@@ -27,14 +27,22 @@ CASES = [
     (BF16, F32, 64, 48),
     (FP4, BF16, 192, 96),
     (FP4, F32, 64, 160),
+    (FP8, BF16, 192, 80, "channel"),
+    (FP8, F32, 160, 136, "channel"),
+    (BF16, BF16, 192, 80, "block"),
+    (BF16, BF16, 256, 128, "channel"),
+    (F32, F32, 160, 136, "block"),
 ]
-IDS = [f"{expert.name}-x_{x.name}-{hidden}x{width}" for expert, x, hidden, width in CASES]
+CASES = [(*given, None)[:5] for given in CASES]
+IDS = [f"{expert.name}-x_{x.name}-{hidden}x{width}-{scales}" for expert, x, hidden, width, scales in CASES]
 EXPERTS, TOKENS, PER_TOKEN, ROWS = 4, 21, 2, 16
 UNTOUCHED = 7.0
 
 
-def case(dtype, x_dtype, hidden, width):
-    layout, blocks, tensors = random_slots(hidden, width, dtype, slots=EXPERTS, **EXTRAS.get((dtype, x_dtype), {}))
+def case(dtype, x_dtype, hidden, width, scales=None):
+    layout, blocks, tensors = random_slots(
+        hidden, width, dtype, slots=EXPERTS, scales=scales, **EXTRAS.get((dtype, x_dtype), {})
+    )
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.normal(size=(TOKENS, hidden)).astype(x_dtype))
     ids = np.stack([rng.permutation(EXPERTS)[:PER_TOKEN] for _ in range(TOKENS)])
@@ -55,9 +63,9 @@ def run(implementation, layout, args):
     return compiled(implementation, layout)(*args)
 
 
-@pytest.mark.parametrize(("dtype", "x_dtype", "hidden", "width"), CASES, ids=IDS)
-def test_reference_computes_the_formula(dtype, x_dtype, hidden, width):
-    layout, tensors, _, _, args = case(dtype, x_dtype, hidden, width)
+@pytest.mark.parametrize(("dtype", "x_dtype", "hidden", "width", "scales"), CASES, ids=IDS)
+def test_reference_computes_the_formula(dtype, x_dtype, hidden, width, scales):
+    layout, tensors, _, _, args = case(dtype, x_dtype, hidden, width, scales)
     _, x, _, block_expert, block_rows = args
     got = np.asarray(run("xla", layout, args))
     want = np.zeros_like(got)
@@ -73,13 +81,13 @@ def test_reference_computes_the_formula(dtype, x_dtype, hidden, width):
 
 
 @pytest.mark.parametrize("implementation", ["gpu", "tpu"])
-@pytest.mark.parametrize(("dtype", "x_dtype", "hidden", "width"), CASES, ids=IDS)
-def test_kernels_agree_with_the_reference(dtype, x_dtype, hidden, width, implementation):
+@pytest.mark.parametrize(("dtype", "x_dtype", "hidden", "width", "scales"), CASES, ids=IDS)
+def test_kernels_agree_with_the_reference(dtype, x_dtype, hidden, width, scales, implementation):
     if implementation == "tpu" and width > 128 and width % 128:
         pytest.skip("the TPU kernel takes whole tiles of 128")
     if implementation == "tpu" and (dtype == FP4 or "bias" in EXTRAS.get((dtype, x_dtype), {})):
         pytest.skip("the TPU kernel refuses them")
-    layout, _, _, _, args = case(dtype, x_dtype, hidden, width)
+    layout, _, _, _, args = case(dtype, x_dtype, hidden, width, scales)
     used = np.asarray(args[3]) >= 0
     got, want = np.asarray(run(implementation, layout, args)), np.asarray(run("xla", layout, args))
     assert error(got[used], want[used]) < (1e-3 if x_dtype == BF16 else 2e-6)
@@ -174,7 +182,7 @@ def test_gpu_kernel_lowers_for_real_shapes(name, rows):
     assert text.count("__gpu$xla.gpu.triton") == 2
 
 
-@pytest.mark.parametrize("name", ["peer", "qwen3-30b-fp8"])
+@pytest.mark.parametrize("name", ["peer", "qwen3-30b-fp8", "qwen3-30b-fp8-channel", "qwen3-30b-partly-fp8"])
 def test_tpu_kernel_lowers_for_aligned_shapes(name):
     assert "tpu_custom_call" in lower_for("tpu", *lowering_case(name, "tpu", 16), donate=(0,))
 

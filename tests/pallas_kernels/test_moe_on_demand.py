@@ -22,6 +22,8 @@ CASES = {  # dtype of the expert, dtype of x, H, F; biases and other activations
     "f16": (F16, BF16, 64, 48),
     "bf16, biased": (BF16, F32, 64, 48),
     "fp8": (FP8, BF16, 192, 80),
+    "fp8 by channel": (FP8, BF16, 192, 80, "channel"),
+    "fp8 in bf16": (BF16, BF16, 192, 80, "block"),
     "mxfp4, biased": (FP4, BF16, 192, 96),
 }
 # Slots of two tokens' routes (of the second alone where the batch is 1), and which experts go to which of them.
@@ -37,8 +39,8 @@ UNEVEN = OnDemandConfig(loading_warps=3, bytes_per_warp=1024, late_programs=3)
 
 def case(name, routes, batch):
     """Layout, what the function takes, and the slots as they are afterwards."""
-    dtype, x_dtype, hidden, width = CASES[name]
-    extras = EXTRAS.get((dtype, x_dtype), {})
+    dtype, x_dtype, hidden, width, *scales = CASES[name]
+    extras = EXTRAS.get((dtype, x_dtype), {}) | {"scales": next(iter(scales), None)}
     layout, slots, _ = random_slots(hidden, width, dtype, slots=6, **extras)
     pool = random_slots(hidden, width, dtype, slots=5, seed=1, **extras)[1]
     ids, loads = ROUTES[routes]

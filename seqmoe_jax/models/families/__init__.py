@@ -20,6 +20,7 @@ from seqmoe_jax.models.families import (
 )
 from seqmoe_jax.models.families.common import Family
 from seqmoe_jax.models.families.ranges import MOST_KEYS, RANGES
+from seqmoe_jax.models.families.unquantised import with_unquantised
 from seqmoe_jax.models.spec import ModelSpec
 
 # By `model_type` of config.json.
@@ -47,7 +48,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     family = fields.text("model_type")
     if family not in FAMILIES:
         raise fields.unsupported("model_type", family, tuple(sorted(FAMILIES)))
-    spec = FAMILIES[family].read(fields)
+    spec = with_unquantised(FAMILIES[family].read(fields), FAMILIES[family].names.experts)
     if spec.num_keys > MOST_KEYS:  # also refuses a dense model here, not deep inside
         raise ConfigError(f"{fields.where}: expected at most {MOST_KEYS} experts in all layers, got {spec.num_keys}")
     return spec

@@ -9,13 +9,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from pallas_kernels.layout import FP4, FP4_BLOCK, FP8
+from pallas_kernels.layout import FP4, FP4_BLOCK, FP8, ScaleKind
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.fields import Fields
 from seqmoe_jax.models.mixers.gqa import GQA
 from seqmoe_jax.models.mlp import DenseSpec, SharedSpec
 from seqmoe_jax.models.naming import Names
 from seqmoe_jax.models.norms import RMSNorm
+from seqmoe_jax.models.quantization import Quantization, read_quantization
 from seqmoe_jax.models.rope import Rope, Yarn
 from seqmoe_jax.models.routers import Groups, RouterSpec
 from seqmoe_jax.models.spec import LayerSpec, ModelSpec
@@ -227,7 +228,8 @@ def dense_mlp(config: Fields) -> DenseSpec:
 
 def model(config: Fields, *, family: str, layers: tuple[LayerSpec, ...], norm: RMSNorm, **options: Any) -> ModelSpec:
     """The fields that all families share; `options` are fields of `ModelSpec`."""
-    dtype, expert_dtype, block = weight_dtypes(config)
+    dtype, quantization = weight_dtype(config), read_quantization(config)
+    expert_dtype, expert_scales = expert_format(config, dtype, quantization)
     return ModelSpec(
         **dict(
             family=family,
@@ -239,35 +241,32 @@ def model(config: Fields, *, family: str, layers: tuple[LayerSpec, ...], norm: R
             layers=layers,
             dtype=dtype,
             expert_dtype=expert_dtype,
-            fp8_block=block,
+            expert_scales=expert_scales,
+            quantization=quantization,
         )
         | options
     )
 
 
-def weight_dtypes(config: Fields) -> tuple[np.dtype, np.dtype, tuple[int, int] | None]:
-    """(dense dtype, expert dtype, FP8 block) from `torch_dtype`/`dtype` and `quantization_config`."""
+def weight_dtype(config: Fields) -> np.dtype:
+    """What `torch_dtype`/`dtype` says of weights that are not quantised."""
     name = config.text("dtype", config.text("torch_dtype", "bfloat16"))
     if name not in FLOATS:
         raise config.unsupported("dtype", name, tuple(FLOATS))
-    dtype = FLOATS[name]
-    quantization = config.group("quantization_config")
-    if not quantization.values:
-        return dtype, dtype, None
-    method, kind = quantization.text("quant_method"), quantization.text("fmt", "e4m3")
-    if method == "mxfp4":
+    return FLOATS[name]
+
+
+def expert_format(
+    config: Fields, dtype: np.dtype, quantization: Quantization | None
+) -> tuple[np.dtype, ScaleKind | None]:
+    """Dtype and scales of experts in memory. FP8 whose scales no kernel has is dequantised."""
+    if quantization is None:
+        return dtype, None
+    if quantization.dtype == FP4:
         for name in ("hidden_size", "intermediate_size"):
             if config.size(name) % FP4_BLOCK:
                 raise ConfigError(
                     f"{config.where}: {name} {config.size(name)} must be a multiple of {FP4_BLOCK} for MXFP4 experts"
                 )
-        return dtype, FP4, None
-    if method != "fp8":
-        raise quantization.unsupported("quant_method", method, ("fp8", "mxfp4"))
-    if kind != "e4m3":
-        raise quantization.unsupported("fmt", kind, ("e4m3",))
-    block = quantization.ints("weight_block_size", (128, 128))
-    if len(block) != 2 or min(block) <= 0:
-        raise ConfigError(f"{quantization.where}.weight_block_size must be two positive integers, got {block}")
-    # Kernels know scales of 128 x 128 blocks; any other block size is dequantised while loading.
-    return dtype, FP8 if block == (128, 128) else dtype, (block[0], block[1])
+        return FP4, None
+    return (FP8, quantization.scales) if quantization.scales else (dtype, None)

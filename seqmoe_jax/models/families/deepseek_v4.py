@@ -65,7 +65,11 @@ def _expert_dtype(config: Fields) -> dict[str, Any]:
     dtype = config.text("expert_dtype", "fp8")
     if dtype not in ("fp4", "fp8"):
         raise config.unsupported("expert_dtype", dtype, ("fp4", "fp8"))
-    return {"expert_dtype": FP4} if dtype == "fp4" and config.group("quantization_config").values else {}
+    return (
+        {"expert_dtype": FP4, "expert_scales": None}
+        if dtype == "fp4" and config.group("quantization_config").values
+        else {}
+    )
 
 
 def _kinds(config: Fields) -> tuple[str, ...]:
@@ -206,7 +210,6 @@ PUBLISHED = Names(
     prefix="layers.{index}.",
     layer=LAYERS,
     experts=EXPERTS,
-    scale_suffix=("weight", "scale"),
 )
 # As transformers saves a model: names half its own, half the published ones.
 SAVED = replace(

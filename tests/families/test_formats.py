@@ -1,0 +1,93 @@
+"""FP8 in every form that people publish is read as what it means, and stays FP8 where a kernel has that form."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import NEW, PROMPT
+from published_fp8 import FORMATS, publish, write
+from safetensors.torch import load_file
+
+from pallas_kernels.fused_moe.swiglu import unpack_weight
+from pallas_kernels.layout import FP8
+from seqmoe_jax.engine import TokenEngine
+from seqmoe_jax.loading import load_model
+from seqmoe_jax.options import EngineOptions
+
+BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+# Several blocks, the last ones ragged, in both directions.
+SIZES = {"hidden_size": 160, "moe_intermediate_size": 144, "head_dim": 32, "num_experts": 8}
+HELD = {"small blocks": (F32, None), "compressed-tensors by group": (F32, None)}
+HELD |= dict.fromkeys(("compressed-tensors by channel", "fbgemm"), (FP8, "channel"))
+
+
+# What stays bfloat16, and what the log says of it.
+LEFT = {
+    r"layers\.1\.mlp\.experts": "experts of layer 1 are bfloat16",
+    r"layers\.0\.mlp\.experts\.(3|5)\.": "experts of layer 0 (3, 5 of 8) are bfloat16",
+    r"layers\.1\.mlp\.experts\.2\.up_proj": "experts of layer 1 (2 of 8) are bfloat16",
+    r"self_attn": None,
+    r"experts": None,
+}
+
+
+def check_weights(directory):
+    """Everything is what `meant` says, to the bit; returns the layout of experts."""
+    model, meant = load_model(directory)[0], load_file(directory / "meant" / "model.safetensors")
+    layout = model.spec.expert_layout
+    for layer, pool in enumerate(model.pools):
+        for expert, block in enumerate(np.asarray(pool)):
+            for name in ("gate", "up", "down"):
+                value = np.asarray(unpack_weight(jnp.asarray(block), layout, name))
+                expected = meant[f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"]
+                np.testing.assert_array_equal(value, expected.numpy())
+        output = model.weights.layers[layer].mixer.o
+        np.testing.assert_array_equal(output, meant[f"model.layers.{layer}.self_attn.o_proj.weight"].numpy())
+    return layout
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_what_the_format_means(name, tmp_path, caplog):
+    write(tmp_path, FORMATS[name], **SIZES)
+    layout = check_weights(tmp_path)
+    assert (layout.dtype, layout.scales) == HELD.get(name, (FP8, "block"))
+    lines = [line for line in caplog.messages if "activations are not quantised" in line]
+    assert len(lines) == 1
+    assert ("scales of activations are not applied" in lines[0]) == (FORMATS[name].activations is not None)
+
+
+@pytest.mark.parametrize(("left", "words"), LEFT.items())
+@pytest.mark.parametrize("name", ["fp8 by block", "compressed-tensors by channel", "modelopt"])
+def test_what_is_left_as_it_is_keeps_its_values_and_so_does_the_rest(name, left, words, tmp_path, caplog):
+    write(tmp_path, FORMATS[name], left=left, **SIZES)
+    layout, kind = check_weights(tmp_path), "channel" if "channel" in name else "block"
+    expected = (FP8, kind) if left == "self_attn" else (BF16, None if left == "experts" else kind)
+    assert (layout.dtype, layout.scales) == expected
+    assert words is None or words in caplog.text
+
+
+def tokens(directory, **options):
+    engine = TokenEngine(load_model(directory)[0], EngineOptions(**options))
+    new = [event.token for event in engine.run([PROMPT], max_new_tokens=NEW)]
+    return new, engine.last_stats.hit_rate
+
+
+SAMPLED = [("compressed-tensors by channel", None), ("fp8 by block", next(iter(LEFT)))]
+ALL = [(name, None) for name in FORMATS] + [(SAMPLED[0][0], left) for left in LEFT]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in SAMPLED]
+
+
+@pytest.mark.parametrize(("name", "left"), SAMPLED + SLOW)
+def test_tokens_are_those_of_the_dequantised_weights(name, left, tmp_path):
+    reference = publish(tmp_path, FORMATS[name], left=left or "$^", **SIZES)
+    new, hit_rate = tokens(tmp_path, policy="lru", residency=0.45)
+    assert new == reference.tokens[len(PROMPT) :]
+    assert hit_rate < 1
+
+
+@pytest.mark.slow  # every residency is a compilation
+@pytest.mark.parametrize(("name", "left"), SAMPLED)
+def test_tokens_are_the_same_at_every_residency(name, left, tmp_path):
+    reference = publish(tmp_path, FORMATS[name], left=left or "$^", **SIZES)
+    for options in ({"policy": "full"}, {"residency": "least"}, {"residency": 0.75, "policy": "seqmoe"}):
+        assert tokens(tmp_path, **options)[0] == reference.tokens[len(PROMPT) :]
