@@ -59,6 +59,13 @@ def make_config(
     }
     if dtype == "fp8":
         config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [block, block]}
+    if dtype == "fp8-channel":
+        weights = {"type": "float", "num_bits": 8, "strategy": "channel"}
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        }
     return config
 
 
@@ -69,7 +76,9 @@ def entries(config: Mapping[str, Any]) -> Iterator[Entry]:
         fp8 = "quantization_config" in config and source.tensor.endswith("_proj.weight")
         yield source.tensor, FP8 if fp8 else BF16, source.shape
         if fp8:
-            yield source.tensor + "_scale_inv", BF16, scale_shape(source.shape, names.block)
+            channel = config["quantization_config"]["quant_method"] != "fp8"
+            block = (1, source.shape[-1]) if channel else names.block
+            yield source.tensor + ("_scale" if channel else "_scale_inv"), BF16, scale_shape(source.shape, block)
 
 
 def write_checkpoint(directory: Path, config: Mapping[str, Any], *, shard_size: int = 10**9, seed: int = 0) -> int:
@@ -100,8 +109,8 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], *, shard_size: 
 def _random(name: str, dtype: np.dtype, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     if name.endswith("norm.weight"):
         return np.ones(shape, dtype)
-    if name.endswith("_scale_inv"):
-        # The e4m3 values have a deviation of 100, the weights one of 1 / sqrt(columns).
+    if name.endswith(("_scale_inv", "_scale")):
+        # The e4m3 values have a deviation of 100, the weights one of 1 / sqrt(columns), at least if these are 128.
         return (rng.uniform(0.8, 1.25, shape) / (100 * math.sqrt(shape[-1] * 128))).astype(dtype)
     # Drawing billions of normals would take minutes: a large tensor repeats its own million of them.
     size, deviation = math.prod(shape), 100.0 if dtype == FP8 else shape[-1] ** -0.5
@@ -115,7 +124,7 @@ def main() -> None:
     for name, default in (("layers", 4), ("experts", 16), ("top-k", 4), ("hidden", 256), ("width", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--vocab", type=int, default=1024)
-    parser.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16")
+    parser.add_argument("--dtype", choices=("bf16", "fp8", "fp8-channel"), default="bf16")
     parser.add_argument("--block", type=int, default=128, help="rows and columns per FP8 scale")
     parser.add_argument("--shard-size", type=int, default=10**9, help="bytes")
     parser.add_argument("--seed", type=int, default=0)

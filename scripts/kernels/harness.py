@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_kernels.backend import resolve
-from pallas_kernels.layout import FP8, ExpertLayout, Field
+from pallas_kernels.layout import ExpertLayout, Field
 from seqmoe_jax.bench.profile import read_profile
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -147,7 +147,7 @@ def random_experts(layout: ExpertLayout, count: int, seed: int) -> np.ndarray:
             return rng.integers(low, high, field.shape, np.uint8)
         if field.name.endswith("_scale"):
             return rng.uniform(0.005, 0.015, field.shape).astype(np.float32)
-        spread = 3.0 if field.dtype == FP8 else 0.03
+        spread = 3.0 if layout.scales and not field.name.endswith("_bias") else 0.03
         return (rng.standard_normal(field.shape, np.float32) * spread).astype(field.dtype)
 
     return np.stack([layout.pack({field.name: tensor(field) for field in layout.fields}) for _ in range(count)])

@@ -36,6 +36,8 @@ OSS: dict[str, Any] = {"activation": Activation(limit=7.0, slope=1.702, shift=1.
 SHAPES: dict[str, tuple[int, int, int, np.dtype, dict[str, Any]]] = {
     "peer": (4, 2048, 1536, BF16, {}),
     "qwen3-30b-fp8": (8, 2048, 768, FP8, {}),
+    "qwen3-30b-fp8-channel": (8, 2048, 768, FP8, {"scales": "channel"}),
+    "qwen3-30b-partly-fp8": (8, 2048, 768, BF16, {"scales": "block"}),
     "demo": (4, 256, 64, BF16, {}),
     "gpt-oss": (4, 2880, 2880, BF16, OSS),
     "gpt-oss-mxfp4": (4, 2880, 2880, FP4, OSS),

@@ -42,7 +42,7 @@ def names_of(spec: ModelSpec, available: Set[str]) -> NameMap:
         dense=dense,
         experts=experts,
         layer_index=spec.moe_layers,
-        block=(rows or FP8_BLOCK, cols or FP8_BLOCK),
+        block=(rows, cols) if rows and cols else (FP8_BLOCK, FP8_BLOCK),
         activations=quantization is not None and quantization.activations,
         ignored=(*ignored, *((f"*{names.model['lm_head']}",) if spec.tied else ())),
     )

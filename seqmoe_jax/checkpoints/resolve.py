@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from seqmoe_jax.checkpoints.others import other_weights
 from seqmoe_jax.errors import CheckpointError, ConfigError, SeqMoEError
 from seqmoe_jax.inputs import MAX_INDEX, read_json
 from seqmoe_jax.presets import did_you_mean
@@ -36,7 +37,10 @@ def resolve_model(model: str | Path) -> Path:
     if model != "" and os.path.isdir(path):
         return path
     if os.path.exists(path) and model != "":
-        raise CheckpointError(f"{model}: expected a model directory, got a file; give the directory it lies in")
+        advice = "give the directory it lies in"
+        if str(model).lower().endswith(".gguf"):
+            advice = "GGUF is not read: give the directory of the safetensors checkpoint that it was made from"
+        raise CheckpointError(f"{model}: expected a model directory, got a file; {advice}")
     if model == "demo":
         return _demo()
     if isinstance(model, Path) or not HUB_ID.fullmatch(model):
@@ -59,7 +63,10 @@ def resolve_config(model: str) -> dict[str, Any]:
 
 def read_config(directory: str | Path) -> dict[str, Any]:
     """`config.json` of a model directory. Raises `ConfigError` where it is missing or not a JSON object."""
-    return read_json(Path(directory) / "config.json")
+    path = Path(directory) / "config.json"
+    if not os.path.lexists(path) and (other := other_weights(Path(directory))):
+        raise ConfigError(f"{path}: expected it beside safetensors files, got no such file but {other[0]}; {other[1]}")
+    return read_json(path)
 
 
 def _demo() -> Path:

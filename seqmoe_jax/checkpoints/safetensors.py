@@ -15,6 +15,7 @@ from types import TracebackType
 import numpy as np
 
 from seqmoe_jax.checkpoints.header import TensorInfo, fault, read_header
+from seqmoe_jax.checkpoints.others import other_weights
 from seqmoe_jax.errors import CheckpointError
 from seqmoe_jax.inputs import MAX_INDEX, check_file, is_file, read_json
 
@@ -92,8 +93,8 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
         elif is_file(directory / INDEX):
             tensors = _open_shards(directory, files)
         else:
-            advice = "convert the model with save_pretrained(safe_serialization=True) or check the path"
-            raise fault(directory, f"{SINGLE} or {INDEX}", "neither", advice)
+            came, advice = other_weights(directory) or ("neither", "check the path, or download the weights too")
+            raise fault(directory, f"{SINGLE} or {INDEX}", came, advice)
     except BaseException:
         _close_all(files)
         raise

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from pallas_kernels.layout import FP4, ExpertLayout, Field
-from seqmoe_jax.checkpoints.fp8 import FP8
 from seqmoe_jax.experts.host_pool import Pool, Work, build_pool
 from seqmoe_jax.host_memory import Progress
 
@@ -76,7 +75,7 @@ def _random_field(layout: ExpertLayout, field: Field, rng: np.random.Generator, 
         values = deviation / FP8_SPREAD * rng.uniform(0.8, 1.25, size)
     elif field.dtype.kind in "iub":
         return rng.integers(0, 256, size * field.dtype.itemsize, dtype=np.uint8).view(bits)
-    elif field.dtype == FP8:
+    elif layout.scales and not field.name.endswith("_bias"):
         values = np.clip(rng.standard_normal(size, np.float32) * np.float32(FP8_SPREAD), -448, 448)
     else:
         values = rng.standard_normal(size, np.float32) * np.float32(deviation)

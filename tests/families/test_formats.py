@@ -4,14 +4,17 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from checkpoints import NEW, PROMPT
 from published_fp8 import FORMATS, publish, write
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from pallas_kernels.fused_moe.swiglu import unpack_weight
 from pallas_kernels.layout import FP8
 from seqmoe_jax.engine import TokenEngine
+from seqmoe_jax.errors import CheckpointError, ConfigError
 from seqmoe_jax.loading import load_model
+from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.options import EngineOptions
 
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
@@ -91,3 +94,93 @@ def test_tokens_are_the_same_at_every_residency(name, left, tmp_path):
     reference = publish(tmp_path, FORMATS[name], left=left or "$^", **SIZES)
     for options in ({"policy": "full"}, {"residency": "least"}, {"residency": 0.75, "policy": "seqmoe"}):
         assert tokens(tmp_path, **options)[0] == reference.tokens[len(PROMPT) :]
+
+
+# By what a config leaves unquantised: the dtype and scales of experts that planning counts with.
+UNQUANTISED = [
+    (["lm_head", "model.layers.0.mlp.gate", "model.layers.0.input_layernorm"], FP8, "block"),
+    (["lm_head", "model.layers.1.mlp.experts"], BF16, "block"),
+    (["model.layers.1"], BF16, "block"),
+    (["model.layers.0.mlp.experts.7.down_proj"], BF16, "block"),
+    (["model.language_model.layers.0.mlp.experts.7"], BF16, "block"),
+    (["re:.*layers\\.1\\..*"], BF16, "block"),
+    (["re:.*mlp.gate$", "re:.*self_attn.*"], FP8, "block"),
+    (["model.layers.*.mlp.experts*"], BF16, None),
+    (["re:.*mlp.experts.*"], BF16, None),
+    (["mlp.experts"], BF16, None),
+    (["re:(a+)+$"], FP8, "block"),  # no expression of a file is run
+]
+
+
+@pytest.mark.parametrize(("ignored", "dtype", "scales"), UNQUANTISED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("field", ["modules_to_not_convert", "ignored_layers"])
+def test_planning_knows_of_experts_that_the_config_leaves(field, ignored, dtype, scales, tmp_path):
+    config = {
+        **{"model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32},
+        **{
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_experts": 8,
+        },
+        **{"num_experts_per_tok": 2, "vocab_size": 64, "max_position_embeddings": 64, "torch_dtype": "bfloat16"},
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], field: ignored},
+    }
+    layout = spec_from_config(config).expert_layout
+    assert (layout.dtype, layout.scales) == (dtype, scales)
+
+
+def test_scales_that_are_missing_or_of_another_shape_are_named(tmp_path):
+    write(tmp_path, FORMATS["compressed-tensors by channel"], **SIZES)
+    path, tensors = tmp_path / "model.safetensors", load_file(tmp_path / "model.safetensors")
+    scale = "model.layers.1.mlp.experts.2.down_proj.weight_scale"
+    save_file(tensors | {scale: tensors[scale][:7].clone()}, path, {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"one for each row, or \[2, 2\] in blocks of \[128, 128\], got .*\[7, 1\]"
+    ):
+        load_model(tmp_path)
+    del tensors[scale]
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"1 missing \(.*experts.2.down_proj.weight_scale or _scale_inv\)"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "words"),
+    [
+        ("up_proj.weight", torch.int8, r"of a wrong shape or dtype \(.* of int8\); int8 weights with scales"),
+        ("up_proj.qweight", torch.int32, r"packed integers \(GPTQ or AWQ\) are not supported"),
+        ("up_proj.weight_packed", torch.uint8, "packed integers of compressed-tensors are not supported"),
+    ],
+)
+def test_weights_of_other_formats_are_named_whatever_the_config_says(name, dtype, words, tmp_path):
+    write(tmp_path, FORMATS["fp8 by block"], left=".", **SIZES)
+    tensors = load_file(tmp_path / "model.safetensors")
+    old = "model.layers.0.mlp.experts.0.up_proj.weight"
+    tensors[old.replace("up_proj.weight", name)] = tensors.pop(old).to(dtype)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=words):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("model-Q4_K_M.gguf", "model-Q4_K_M.gguf (GGUF); take the safetensors checkpoint"),
+        ("pytorch_model.bin", "pytorch_model.bin (pickled weights, which may run code"),
+        ("adapter_model.safetensors", "merge it into its model with peft"),
+        ("consolidated.safetensors", "take the same model's files for transformers"),
+        ("model-00001-of-00002.safetensors", "download model.safetensors.index.json too"),
+    ],
+)
+@pytest.mark.parametrize("config", [True, False])
+def test_files_that_are_not_read_are_named(file, words, config, tmp_path):
+    (tmp_path / file).write_bytes(b"")
+    if config:
+        write(tmp_path / "other", FORMATS["fp8 by block"], **SIZES)
+        (tmp_path / "config.json").write_bytes((tmp_path / "other" / "config.json").read_bytes())
+    with pytest.raises((CheckpointError, ConfigError)) as caught:
+        load_model(tmp_path)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)

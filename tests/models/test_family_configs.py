@@ -17,6 +17,12 @@ def preset(name, **changes):
     return json.loads(preset_path(name).read_text()) | changes
 
 
+def compressed(kind, bits, form, strategy="channel"):
+    weights = {"type": kind, "num_bits": bits, "strategy": strategy}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quantization_config": {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}}
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
@@ -26,6 +32,20 @@ def preset(name, **changes):
         ("gpt-oss-20b", {"layer_types": ["linear"] * 24}, "supported: 'sliding_attention', 'full_attention'"),
         ("gpt-oss-20b", {"layer_types": [1]}, "'layer_types' must be a list of strings"),
         ("gpt-oss-20b", {"quantization_config": {"quant_method": "awq"}}, "packed 4-bit integers of AWQ"),
+        ("qwen3-30b-a3b", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "packed integers of GPTQ"),
+        ("qwen3-30b-a3b", {"quantization_config": {"load_in_8bit": True}}, "quant_method 'nothing'"),
+        ("qwen3-30b-a3b", {"quantization_config": {"quant_method": "bitsandbytes"}}, "weights of bitsandbytes"),
+        ("qwen3-30b-a3b", {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "fmt 'e5m2'"),
+        ("qwen3-30b-a3b", compressed("int", 8, "int-quantized"), "int8 weights with scales per channel"),
+        ("qwen3-30b-a3b", compressed("int", 8, "mixed-precision"), "int weights of 8 bits"),
+        ("qwen3-30b-a3b", compressed("float", 4, "nvfp4-pack-quantized"), "4-bit floats of NVFP4"),
+        ("qwen3-30b-a3b", compressed("int", 4, "pack-quantized"), "packed integers"),
+        (
+            "qwen3-30b-a3b",
+            compressed("float", 8, "float-quantized", strategy="tensor_group"),
+            "strategy 'tensor_group'",
+        ),
+        ("qwen3-30b-a3b", {"quantization_config": {"quant_algo": "NVFP4"}}, "quant_algo 'NVFP4' (4-bit floats"),
         ("gpt-oss-20b", {"intermediate_size": 2870}, "intermediate_size 2870"),
         ("mixtral-8x7b", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("mixtral-8x7b", {"sliding_window": 0}, "'sliding_window' must be an integer from 1"),
