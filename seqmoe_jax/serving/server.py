@@ -58,7 +58,7 @@ class Service:
             Route("/v1/chat/completions", partial(self.complete, chat=True), methods=["POST"]),
         ]
         handlers: dict[Any, Any] = {
-            Refusal: _refused, SeqMoEError: _impossible, ServerError: _unavailable, Gone: _gone,
+            Refusal: _refused, SeqMoEError: _ended, ServerError: _unavailable, Gone: _gone,
             HTTPException: _no_route, Exception: _failed,
         }  # fmt: skip
         app = Starlette(routes=routes, exception_handlers=handlers)
@@ -113,6 +113,9 @@ class Service:
         return parse(body, self.engine, self.sampling, model=self.name, chat=chat)
 
 
+_FAILED = "the server failed; its log says how"
+
+
 async def _whole(query: Query, work: Work) -> dict[str, Any]:
     texts, thoughts = [""] * len(query.requests), [""] * len(query.requests)
     reasons, count = [""] * len(query.requests), 0
@@ -143,7 +146,7 @@ async def _stream(query: Query, first: tuple[int, Piece], work: Work) -> AsyncIt
     except Gone:
         return
     except Exception as fault:  # the status has gone out: an error can only be an event
-        yield answers.event(answers.error(str(fault), "server_error"))
+        yield answers.event(answers.error(str(fault) if isinstance(fault, SeqMoEError) else _FAILED, "server_error"))
     finally:
         work.end()
 
@@ -163,8 +166,8 @@ async def _refused(connection: Connection, fault: Exception) -> Response:
     return answers.refused(str(fault), status=fault.status, code=fault.code, param=fault.param)
 
 
-async def _impossible(connection: Connection, fault: Exception) -> Response:
-    return answers.refused(str(fault), status=400)
+async def _ended(connection: Connection, fault: Exception) -> Response:
+    return answers.refused(str(fault), status=500)
 
 
 async def _unavailable(connection: Connection, fault: Exception) -> Response:
@@ -183,4 +186,4 @@ async def _no_route(connection: Connection, fault: Exception) -> Response:
 
 
 async def _failed(connection: Connection, fault: Exception) -> Response:
-    return answers.refused("the server failed; its log says how", status=500)
+    return answers.refused(_FAILED, status=500)

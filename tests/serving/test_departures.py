@@ -10,6 +10,7 @@ from http.client import HTTPConnection
 import pytest
 from client import COMPLETIONS, HELLO, JSON, call, events, post, raw
 
+from seqmoe_jax.errors import PromptError
 from seqmoe_jax.generation import Piece
 from seqmoe_jax.serving.limits import Limits
 
@@ -177,6 +178,31 @@ def test_streams_survive_clients_that_split_lines_anywhere(port, engine, monkeyp
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == text
     assert post(port, "/v1/chat/completions", messages=HELLO)[1]["choices"][0]["message"]["content"] == text
     assert events(port, COMPLETIONS, prompt="a")[0]["choices"][0]["text"] == text
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [(RuntimeError("secret\nlines"), "the server failed; its log says how"), (PromptError("it ended"), "it ended")],
+)
+def test_a_generation_that_fails_is_the_servers_fault(port, engine, monkeypatch, fault, message):
+    class Run:
+        def __init__(self, requests):
+            self._pieces = len(requests[0].tokens) - 1
+
+        def __iter__(self):
+            for _ in range(self._pieces):
+                yield Piece(sequence=0, text="a", reasoning="", finish_reason=None)
+            raise fault
+
+    monkeypatch.setattr(engine, "run", Run)
+    for prompt in ("a", "ab"):
+        status, answer = post(port, COMPLETIONS, prompt=prompt)
+        assert (status, answer["error"]["message"], answer["error"]["type"]) == (500, message, "server_error")
+    assert post(port, COMPLETIONS, prompt="a", stream=True)[0] == 500
+    status, data = call(port, "POST", COMPLETIONS, {"prompt": "ab", "stream": True})
+    last = data.decode().strip().split("\n\n")[-1]
+    assert status == 200
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == message
 
 
 def test_a_connection_is_kept_for_the_next_request(port):

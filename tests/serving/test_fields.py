@@ -9,6 +9,7 @@ from client import COMPLETIONS, HELLO, call, post
 
 from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.serving.fields import FIELDS, as_markdown
+from seqmoe_jax.serving.limits import CHARACTERS_PER_TOKEN, Limits
 from seqmoe_jax.serving.query import parse
 from seqmoe_jax.serving.table import ROWS
 
@@ -251,6 +252,15 @@ def test_a_given_seed_holds_for_every_prompt_and_without_one_each_draws_its_own(
     for seed in ({}, {"seed": -1}):
         first, second = (choice["text"] for choice in post(port, COMPLETIONS, **body, **seed)[1]["choices"])
         assert first != second
+
+
+def test_the_docs_have_the_limits():
+    limits, text = Limits(), DOCS.read_text()
+    assert (limits.body, CHARACTERS_PER_TOKEN * 4) == (16 << 20, 512)
+    for said in (f"| {limits.values:,} |", f"| {limits.prompts:,} |", f"| {limits.stops}, of {limits.stop_length} char",
+                 f"| {limits.waiting} |", f"{limits.pause:g} seconds without a byte, {limits.body_time:g} seconds in",
+                 f"{CHARACTERS_PER_TOKEN} characters for each token"):  # fmt: skip
+        assert said in text, said
 
 
 def test_the_docs_print_the_table():
