@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 VAST = np.dtype(f"V{2**31 - 1}")  # elements of which a few are larger than 4 GiB
+CONTIGUITY = "tt.contiguity"
 _marked: set[tuple[tuple[int, ...], np.dtype]] = set()
 
 
@@ -50,10 +51,17 @@ def _teach_the_lowering() -> bool:
 
     def wide(block_info: Any, indexer: Any) -> Any:
         full = block_info.full_shape_dtype
-        if (tuple(full.shape), np.dtype(full.dtype)) in _marked:
-            full = SimpleNamespace(shape=full.shape, dtype=VAST)  # of the dtype, the size alone is looked at
-            block_info = dataclasses.replace(block_info, full_shape_dtype=full)
-        return offsets(block_info, indexer)
+        if (tuple(full.shape), np.dtype(full.dtype)) not in _marked:
+            return offsets(block_info, indexer)
+        full = SimpleNamespace(shape=full.shape, dtype=VAST)  # of the dtype, the size alone is looked at
+        found = offsets(dataclasses.replace(block_info, full_shape_dtype=full), indexer)
+        value: Any = found[0] if isinstance(found, tuple) else found
+        for index in indexer.indices:
+            # Where Triton moves the conversion to 64 bits it drops what `max_contiguous` said of the index.
+            attributes = getattr(getattr(index, "owner", None), "attributes", {})
+            if CONTIGUITY in attributes:
+                value.owner.attributes[CONTIGUITY] = attributes[CONTIGUITY]
+        return found
 
     lowering._compute_offsets_from_indices = wide  # type: ignore[assignment]
     return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -14,6 +15,7 @@ from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import ConfigError, PromptError
 from seqmoe_jax.generation import Request, Run
 from seqmoe_jax.loading import find_and_load_predictor, load_model, random_model
+from seqmoe_jax.memory.fit import check_fits
 from seqmoe_jax.options import EngineKeywords, EngineOptions, GenerateKeywords, GenerateOptions, SamplingConfig
 from seqmoe_jax.presets import preset_path
 from seqmoe_jax.stats import Stats
@@ -202,12 +204,15 @@ def load(
     tokenizer: Tokenizer
     eos_ids: tuple[int, ...] = ()
     chat = defaults = None
+    fits = partial(check_fits, options=chosen)
     with _LoadBar(shown, str(model)) as bar:
         if random_weights:
-            loaded = random_model(preset_path(str(model)), dtype=chosen.dtype, name=str(model), progress=bar)
+            loaded = random_model(
+                preset_path(str(model)), dtype=chosen.dtype, name=str(model), progress=bar, check=fits
+            )
             tokenizer = ByteTokenizer(vocab=loaded.spec.vocab)
         else:
-            loaded, directory = load_model(model, dtype=chosen.dtype, progress=bar)
+            loaded, directory = load_model(model, dtype=chosen.dtype, progress=bar, check=fits)
             family = str(read_config(directory)["model_type"])
             tokenizer = open_tokenizer(directory, family)
             eos_ids = eos_token_ids(directory, family)

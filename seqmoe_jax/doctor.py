@@ -16,7 +16,7 @@ import numpy as np
 from pallas_kernels.backend import default_implementation
 from seqmoe_jax.compilation import cache_directory, enable_compilation_cache
 from seqmoe_jax.errors import ConfigError
-from seqmoe_jax.host_memory import host_memory_bytes
+from seqmoe_jax.host_memory import host_memory
 from seqmoe_jax.presets import preset_names
 
 PROBE_BYTES = 256 << 20
@@ -41,7 +41,7 @@ def examine() -> dict[str, Any]:
         "devices": len(jax.devices()),
         "compute_capability": getattr(device, "compute_capability", None),
         "device_memory": stats.get("bytes_limit"),
-        "host_memory": host_memory_bytes(),
+        "host_memory": host_memory().total,
         "memory_kinds": memories,
         "host_to_device": link_bandwidth(device) if "pinned_host" in memories else None,
         "kernels": default_implementation(),

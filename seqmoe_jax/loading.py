@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.models.tensors import take_from
 from seqmoe_jax.models.weights import ModelWeights
 
+Check = Callable[[ModelSpec, np.dtype, jax.Device], None]  # raises where a model of the spec cannot be loaded there
+
 
 def activation_dtype(spec: ModelSpec, device: jax.Device, dtype: str | None = None) -> np.dtype:
     """Dtype of activations and dense weights: as asked for, else float32 on a CPU and bfloat16 elsewhere.
@@ -52,11 +55,12 @@ def load_model(
     dtype: str | None = None,
     device: jax.Device | None = None,
     progress: Progress | None = None,
+    check: Check | None = None,
 ) -> tuple[Model, Path]:
     """A checkpoint into memory: dense weights onto the device, each expert as one block into pinned host memory.
 
     Returns the model and its directory (for the tokenizer). Raises `CheckpointError` or `ConfigError`; nothing large
-    is read before names, shapes and dtypes have been checked.
+    is read before names, shapes and dtypes have been checked, and whatever `check` has against it.
     """
     device = device or jax.devices()[0]
     directory = resolve_model(model)
@@ -67,6 +71,8 @@ def load_model(
         check_names(checkpoint, names)
         chosen = activation_dtype(spec, device, dtype)
         spec = with_stored_experts(spec, checkpoint, names, chosen)
+        if check is not None:
+            check(spec, chosen, device)
         dtypes = {name: tensor.dtype or chosen for name, tensor in spec.tensors().items()}
         dense = {name: jax.device_put(array, device) for name, array in iter_dense(checkpoint, names, dtypes=dtypes)}
         weights = spec.assemble(take_from(dense.pop))  # each is dropped once it is in the tree
@@ -115,11 +121,17 @@ def random_model(
     device: jax.Device | None = None,
     name: str = "random",
     progress: Progress | None = None,
+    check: Check | None = None,
 ) -> Model:
-    """A model of the given `config.json` (contents or path) with random weights: real shapes, meaningless text."""
+    """A model of the given `config.json` (contents or path) with random weights: real shapes, meaningless text.
+
+    Nothing large is allocated before `check` has raised what it has against it.
+    """
     device = device or jax.devices()[0]
     spec = spec_from_config(config if isinstance(config, dict) else read_json(config))
     chosen = activation_dtype(spec, device, dtype)
+    if check is not None:
+        check(spec, chosen, device)
     with jax.default_device(device):
         weights = random_weights(jax.random.key(seed), spec=spec, dtype=chosen)
     pools = random_host_pool(

@@ -123,14 +123,15 @@ def _load(args: argparse.Namespace) -> tuple[Model, float]:
 
     from seqmoe_jax.compilation import enable_compilation_cache
     from seqmoe_jax.loading import load_model, random_model
+    from seqmoe_jax.memory.fit import check_host
     from seqmoe_jax.presets import preset_names, preset_path
 
     enable_compilation_cache()
     begun = time.perf_counter()
     if args.model in preset_names():
-        model = random_model(preset_path(args.model), name=args.model)
+        model = random_model(preset_path(args.model), name=args.model, check=check_host)
     else:
-        model, _ = load_model(args.model)
+        model, _ = load_model(args.model, check=check_host)
     jax.block_until_ready(model.weights)
     return model, time.perf_counter() - begun
 

@@ -14,9 +14,10 @@ from pallas_kernels.backend import resolve
 from seqmoe_jax.checkpoints.resolve import resolve_config
 from seqmoe_jax.doctor import link_bandwidth
 from seqmoe_jax.errors import ResidencyError
-from seqmoe_jax.host_memory import host_memory_bytes
+from seqmoe_jax.host_memory import host_memory
 from seqmoe_jax.inputs import read_json
 from seqmoe_jax.loading import activation_dtype
+from seqmoe_jax.memory.fit import free_bytes, pool_bytes
 from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, parse_bytes, plan_memory
 from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.options import EngineOptions
@@ -33,9 +34,7 @@ def size_up(model: str, options: EngineOptions) -> dict[str, Any]:
     preset = model in preset_names() and not Path(model).is_dir()
     spec = spec_from_config(read_json(preset_path(model)) if preset else resolve_config(model))
     device = jax.devices()[0]
-    stats = device.memory_stats() or {}
-    free = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
-    budget = free if options.device_memory is None else parse_bytes(options.device_memory)
+    budget = free_bytes(device) if options.device_memory is None else parse_bytes(options.device_memory)
     batch, context = options.max_batch, min(options.context or DEFAULT_CONTEXT, spec.context)
     dtype, kernels = activation_dtype(spec, device, options.dtype), resolve(options.kernels)
     make = partial(plan_memory, spec, batch=batch, context=context, activation_dtype=dtype)
@@ -49,10 +48,8 @@ def size_up(model: str, options: EngineOptions) -> dict[str, Any]:
         if options.residency is not None:
             raise
         reason = str(error)
-    block, host = spec.expert_layout.block_bytes, host_memory_bytes()
-    pool = spec.num_keys * block
-    if pool > host:
-        reason = f"the experts need {_gb(pool)} of host memory, this machine has {_gb(host)}"
+    block, pool, host = spec.expert_layout.block_bytes, pool_bytes(spec), host_memory()
+    reason = host.lacks(pool, "the experts") or reason
     # What one step moves if none of its experts is resident.
     moved = len(spec.moe_layers) * least_slots(spec, batch) * block
     link = link_bandwidth(device) if device.platform != "cpu" else None
@@ -73,7 +70,8 @@ def size_up(model: str, options: EngineOptions) -> dict[str, Any]:
         "least": _sizes(least),
         "full": _sizes(full),
         "host_pool": pool,
-        "host_memory": host,
+        "host_memory": host.total,
+        "host_memory_available": host.available,
         "step_bytes_all_missing": moved,
         "link_bandwidth": link,
         "step_seconds_all_missing": None if link is None else moved / link,
@@ -90,7 +88,8 @@ def describe(report: Mapping[str, Any]) -> str:
         f"device memory {memory}; context {report['context']}, batch {report['batch']}",
         f"it fits: {_shares(plan)}" if report["fits"] else f"it does not fit: {report['reason']}",
         *([_parts(plan)] if plan is not None else []),
-        f"host memory: {_gb(report['host_pool'])} pinned for the experts, of {_gb(report['host_memory'])}",
+        f"host memory: {_gb(report['host_pool'])} pinned for the experts, of {_known(report['host_memory'])}; "
+        f"available now: {_known(report['host_memory_available'])}",
         f"the least that works: {_gb(least['total'])} on the device with {_shares(least)}",
         f"all experts resident: {_gb(full['total'])} on the device",
     ]
@@ -114,6 +113,10 @@ def _shares(plan: Mapping[str, Any]) -> str:
 def _parts(plan: Mapping[str, Any]) -> str:
     parts = {name: size for name, size in plan.items() if name not in ("slots", "residency", "total")}
     return f"  {_gb(plan['total'])}: " + ", ".join(f"{n.replace('_', ' ')} {_gb(size)}" for n, size in parts.items())
+
+
+def _known(size: int | None) -> str:
+    return "what the machine gives when it is used" if size is None else _gb(size)
 
 
 def _gb(size: int) -> str:

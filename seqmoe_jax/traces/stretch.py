@@ -22,21 +22,22 @@ def stretch(trace: Trace, *, layers: int, experts: int, active: int) -> Trace:
     * Layer i reads layer i % l. Layers l to 2l - 1, and so on, read it from another sequence, so that they route as
       differently as other text would: that of the next greater length of the split, in a circle (read again from its
       beginning where it is too short).
-    * `active` experts are active / k streams, which read different sequences in the same way.
+    * `active` experts are active / k streams, which read different sequences in the same way; of the last one the
+      heaviest experts alone, where active is no multiple of k.
     * The experts / e groups of e experts are dealt out to the streams in turn. Expert x of a stream is x in one of its
       groups, that which a digit of the step's heaviest expert says, so that each group is used more rarely.
     * Weights are the trace's, divided by the number of streams. Tokens are those of the sequence itself.
 
-    Raises `TraceError` unless `active` is a multiple of k and there are e experts for each stream.
+    Raises `TraceError` unless there are k active experts or more, and e experts for each stream.
     """
     e, k = trace.num_experts, trace.active
     if (layers, experts, active) == (trace.layers, e, k):
         return trace
-    streams, groups = active // k, experts // e
-    if active % k or groups < max(1, streams):
+    streams, groups = -(-active // k), experts // e
+    if active < k or groups < streams:
         raise TraceError(
             f"routing of {k} of {e} experts cannot be stretched to {active} of {experts}: "
-            f"expected a multiple of {k} active and at least {max(1, streams) * e} experts"
+            f"expected {k} active or more, and at least {max(1, streams) * e} experts"
         )
     ids = np.empty((trace.steps, layers, active), np.uint8 if experts <= 256 else np.uint16)
     probs = np.empty((trace.steps, layers, active), np.uint8)
@@ -46,11 +47,11 @@ def stretch(trace: Trace, *, layers: int, experts: int, active: int) -> Trace:
             rows = _rows_of_partner(trace, above * streams + stream)
             here = slice(above * trace.layers, min((above + 1) * trace.layers, layers))
             source = slice(0, here.stop - here.start)
-            part = slice(stream * k, (stream + 1) * k)
+            part = slice(stream * k, min((stream + 1) * k, active))
             read = trace.ids[rows, source].astype(np.int32)
             group = stream + streams * (read[..., :1] % width)
-            ids[:, here, part] = group * e + read
-            probs[:, here, part] = trace.probs_u8[rows, source] // streams
+            ids[:, here, part] = (group * e + read)[..., : part.stop - part.start]
+            probs[:, here, part] = trace.probs_u8[rows, source][..., : part.stop - part.start] // streams
     if streams > 1:  # the heaviest first, as the format has it
         order = np.argsort(255 - probs, axis=-1, kind="stable")
         ids, probs = np.take_along_axis(ids, order, -1), np.take_along_axis(probs, order, -1)

@@ -54,6 +54,16 @@ def test_every_group_is_used_and_the_heaviest_come_first(stretched, tmp_path):
     assert read_trace(tmp_path / "s.npz").sizes == {"layers": 48, "experts": 128, "active": 8}
 
 
+def test_of_a_stream_that_is_not_wholly_needed_the_heaviest_experts_are_taken(trace, tmp_path):
+    six, eight = (stretch(trace, layers=trace.layers, experts=256, active=active) for active in (6, 8))
+    write_trace(tmp_path / "s.npz", six)  # which checks it
+    both = (six.ids[..., None] == eight.ids[..., None, :]).any(-1)
+    assert both.all(), "six of the eight"
+    second = [part.ids[part.ids // 32 % 2 == 1].reshape(trace.steps, trace.layers, -1) for part in (six, eight)]
+    assert [part.shape[-1] for part in second] == [2, 4]
+    np.testing.assert_array_equal(second[0], second[1][..., :2])
+
+
 def test_fewer_layers_are_the_first_ones(trace):
     np.testing.assert_array_equal(stretch(trace, layers=3, experts=32, active=4).ids, trace.ids[:, :3])
 
@@ -75,6 +85,6 @@ def test_the_command_writes_the_stretched_trace(trace, stretched, tmp_path, caps
     assert fewer.model == "mine"
     assert 0 < fewer.lens[fewer.split == "train"].sum() < train
     assert fewer.select("test").steps == trace.select("test").steps, "other splits are kept whole"
-    assert main([*words[:-2], "--active", "6", "--out", str(tmp_path / "no.npz")]) == 2
+    assert main([*words[:-2], "--active", "3", "--out", str(tmp_path / "no.npz")]) == 2
     assert "cannot be stretched" in capsys.readouterr().err
     assert not (tmp_path / "no.npz").exists()
