@@ -69,7 +69,6 @@ class Service:
         """Ends everything that is under way, on the event loop."""
         self._closing.set()
         self.scheduler.close()
-        self._readers.shutdown(wait=False, cancel_futures=True)
 
     async def health(self, connection: Connection) -> Response:
         return answers.respond({"status": "ok", **self.scheduler.load()})
@@ -91,6 +90,8 @@ class Service:
 
     async def complete(self, connection: Connection, *, chat: bool) -> Response:
         closed = ServerError("the server is shutting down")
+        if self._closing.is_set():
+            raise closed
         query = await unless(self._closing.wait(), closed, self._query(connection, chat))
         work = Work(connection, query, self.scheduler)
         try:
