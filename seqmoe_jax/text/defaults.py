@@ -18,6 +18,7 @@ from seqmoe_jax.text import harmony
 from seqmoe_jax.text.tokenizer_files import read_if_there
 
 MAX_TOKEN = (1 << 31) - 1
+_COMPOSITE = ("qwen3_5_moe",)  # their `config.json` is that of several models, and says nothing of sampling
 _TOP_K = 50  # transformers' own, where a file that asks for sampling gives none
 _EOS: Mapping[str, int] = {  # of a model_type whose `config.json` has no such field; null there means none
     "mixtral": 2, "olmoe": 50279, "glm4_moe_lite": 1, "granitemoe": 2, "deepseek_v2": 2, "deepseek_v3": 1,
@@ -66,6 +67,8 @@ def model_sampling(directory: Path) -> SamplingConfig:
     """
     found, where = _generation_fields(directory)
     fields = Fields(found, str(where))
+    if where.name == "config.json" and found.get("model_type") in _COMPOSITE:
+        return SamplingConfig()
     drawn = fields.flag("do_sample", False)
     for name, neutral in {**_NEUTRAL, **(_NEUTRAL_DRAWN if drawn else {})}.items():
         value = found.get(name)

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.fields import shown
 from seqmoe_jax.text.tokenizer_files import read_if_there
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -121,15 +123,17 @@ def _older_added(directory: Path, own: Mapping[int, AddedToken], special: set[st
 
 
 def _name(token: Any) -> str:
-    if isinstance(token, str):
-        return token
-    return str(token["content"] if isinstance(token, dict) else token.content)
+    name = token["content"] if isinstance(token, dict) else getattr(token, "content", token)
+    if not isinstance(name, str):
+        raise TypeError(f"got {shown(name)}")
+    return name
 
 
 def _token(value: Any) -> AddedToken:
     from tokenizers import AddedToken
 
-    return AddedToken(**{name: part for name, part in value.items() if name != "__type"})
+    flags = {name: bool(value[name]) for name in _FLAGS if name in value}
+    return AddedToken(_name(value), **flags)
 
 
 def _token_or_text(value: Any) -> AddedToken | str:
