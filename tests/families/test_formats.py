@@ -1,5 +1,7 @@
 """FP8 in every form that people publish is read as what it means, and stays FP8 where a kernel has that form."""
 
+import json
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -67,6 +69,53 @@ def test_what_is_left_as_it_is_keeps_its_values_and_so_does_the_rest(name, left,
     expected = (FP8, kind) if left == "self_attn" else (BF16, None if left == "experts" else kind)
     assert (layout.dtype, layout.scales) == expected
     assert words is None or words in caplog.text
+
+
+FUSED = ["fp8 by block", "fp8 by tensor, fused", "compressed-tensors by channel"]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_experts_may_be_fused_as_transformers_saves_them(name, tmp_path):
+    form = FORMATS[name.removesuffix(", fused")]
+    write(tmp_path, form, **SIZES | {"moe_intermediate_size": 128})
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for layer in range(2):
+        at = f"model.layers.{layer}.mlp.experts."
+        for end, theirs in (("weight", ""), (f"weight{form.suffix}", form.suffix)):
+            parts = {
+                kind: [tensors.pop(f"{at}{expert}.{kind}_proj.{end}") for expert in range(SIZES["num_experts"])]
+                for kind in ("gate", "up", "down")
+            }
+            by_tensor = parts["gate"][0].ndim < 2
+            if by_tensor:  # both halves share one
+                parts = {kind: [part.reshape(1, 1) for part in of_kind] for kind, of_kind in parts.items()}
+            raw = {kind: torch.stack(of_kind).view(torch.uint8) for kind, of_kind in parts.items()}
+            dtype = parts["gate"][0].dtype
+            both = raw["gate"] if by_tensor else torch.cat([raw["gate"], raw["up"]], 1)
+            tensors |= {
+                f"{at}gate_up_proj{theirs}": both.view(dtype),
+                f"{at}down_proj{theirs}": raw["down"].view(dtype),
+            }
+    tensors = {key: tensor for key, tensor in tensors.items() if "input_scale" not in key}
+    save_file(tensors, path, {"format": "pt"})
+    if "by tensor" in name:
+        meant = load_file(tmp_path / "meant" / "model.safetensors")
+        for layer, expert in np.ndindex(2, SIZES["num_experts"]):
+            at = f"model.layers.{layer}.mlp.experts."
+            scale = tensors[f"{at}gate_up_proj{form.suffix}"][expert]
+            values = tensors[f"{at}gate_up_proj"][expert][128:].float()
+            meant[f"{at}{expert}.up_proj.weight"] = values * scale
+        save_file(meant, tmp_path / "meant" / "model.safetensors", {"format": "pt"})
+    check_weights(tmp_path)
+
+
+def test_files_are_believed_where_the_config_says_nothing(tmp_path):
+    write(tmp_path, FORMATS["modelopt"], **SIZES)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert check_weights(tmp_path).dtype == FP8
 
 
 def tokens(directory, **options):
