@@ -28,7 +28,7 @@ def written(directory, config=None, generation=None):
         ("qwen3_moe", {"eos_token_id": 7}, {"eos_token_id": [9]}, (9,)),
         ("qwen3_moe", {"eos_token_id": 7}, {"temperature": 1.0}, ()),
         ("qwen3_moe", {}, None, ()),
-        ("mixtral", {}, None, (2,)),
+        ("mixtral", {}, None, ()),
         ("mixtral", {"eos_token_id": None}, None, ()),
         ("qwen3_5_moe", {"text_config": {"eos_token_id": 9}}, None, (9,)),
         ("qwen3_5_moe", {"eos_token_id": 7, "text_config": {"eos_token_id": 9}}, None, (7,)),

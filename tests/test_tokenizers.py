@@ -146,6 +146,15 @@ def test_a_continuation_keeps_the_space_before_its_first_word(piece_file, tmp_pa
     assert "".join([*map(stream.push, whole[len(prompt) :]), stream.close()]) == " a time 日"
 
 
+def test_a_row_of_characters_in_bytes_streams_as_it_is(piece_file, tmp_path):
+    tokenizer = pieces(tmp_path, piece_file)
+    prompt, text = "日本語日本語日本", "語🤗日本語日本語日本語日本語"
+    for before in ("", prompt):
+        context, ids = tokenizer.encode(before), tokenizer.encode(text)
+        stream = TextStream(tokenizer=tokenizer, context=context)
+        assert "".join([*map(stream.push, ids), stream.close()]) == text
+
+
 def test_a_damaged_sentencepiece_file_is_one_line(tmp_path):
     pytest.importorskip("sentencepiece")
     (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x05junk")

@@ -18,12 +18,7 @@ from seqmoe_jax.text import harmony
 from seqmoe_jax.text.tokenizer_files import read_if_there
 
 MAX_TOKEN = (1 << 31) - 1
-_COMPOSITE = ("qwen3_5_moe",)  # their `config.json` is that of several models, and says nothing of sampling
 _TOP_K = 50  # transformers' own, where a file that asks for sampling gives none
-_EOS: Mapping[str, int] = {  # of a model_type whose `config.json` has no such field; null there means none
-    "mixtral": 2, "olmoe": 50279, "glm4_moe_lite": 1, "granitemoe": 2, "deepseek_v2": 2, "deepseek_v3": 1,
-    "deepseek_v4": 1,
-}  # fmt: skip
 # What changes tokens and is not done here, and the JSON of its values that ask for nothing. The last ones count where
 # tokens are drawn.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -40,8 +35,7 @@ _NEUTRAL_DRAWN: Mapping[str, tuple[Any, ...]] = {
 
 
 def eos_token_ids(directory: Path, family: str = "") -> tuple[int, ...]:
-    """`eos_token_id`: an id, a list, or none; where `config.json` counts, the default of its model_type for an absent
-    one. Raises `ConfigError`.
+    """`eos_token_id`: an id, a list, or none. Raises `ConfigError`.
 
     GPT-OSS (`family` "gpt_oss") ends a reply where it returns and where it calls a tool, but its first files list only
     one of these.
@@ -49,8 +43,6 @@ def eos_token_ids(directory: Path, family: str = "") -> tuple[int, ...]:
     known = harmony.EOS_TOKEN_IDS if family == "gpt_oss" else ()
     found, where = _generation_fields(directory)
     value = found.get("eos_token_id")
-    if value is None and "eos_token_id" not in found and where.name == "config.json":
-        value = _EOS.get(family)
     if value is None:
         return known
     fields = Fields({"eos_token_id": value if isinstance(value, list) else [value]}, str(where))
@@ -67,8 +59,6 @@ def model_sampling(directory: Path) -> SamplingConfig:
     """
     found, where = _generation_fields(directory)
     fields = Fields(found, str(where))
-    if where.name == "config.json" and found.get("model_type") in _COMPOSITE:
-        return SamplingConfig()
     drawn = fields.flag("do_sample", False)
     for name, neutral in {**_NEUTRAL, **(_NEUTRAL_DRAWN if drawn else {})}.items():
         value = found.get(name)

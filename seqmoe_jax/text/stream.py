@@ -29,7 +29,7 @@ class TextStream:
     _held: str = ""  # decoded, but may be the beginning of a stop string
 
     def __post_init__(self) -> None:
-        self.context = list(self.context)[-_CONTEXT:]
+        self.context = self._before(list(self.context))
 
     def push(self, token: int) -> str:
         """The text that this token settles."""
@@ -47,8 +47,14 @@ class TextStream:
         after = self.tokenizer.decode([*self.context, *self._pending])
         if after.endswith(_INCOMPLETE) and not final:
             return ""
-        self.context, self._pending = [*self.context, *self._pending][-_CONTEXT:], []
+        self.context, self._pending = self._before([*self.context, *self._pending]), []
         return after[len(before) :]
+
+    def _before(self, tokens: list[int]) -> list[int]:
+        """The last tokens, from a beginning of a character on: some tokenizers spell characters in bytes, one token
+        each, and show none of a row of them that begins inside one."""
+        ends = (tokens[-length:] for length in (_CONTEXT, 4 * _CONTEXT, 16 * _CONTEXT))
+        return next((end for end in ends if _INCOMPLETE not in self.tokenizer.decode(end)), tokens[-_CONTEXT:])
 
     def _settle(self, new: str, *, final: bool) -> str:
         text = self._held + new

@@ -28,7 +28,7 @@ CHATS = (
     [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": 'é "<b>"\n'},
      {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "<|im_end|> and?"}],
 )  # fmt: skip
-SAMPLED = 90
+SAMPLED = 60
 
 
 def theirs(directory: Path) -> dict[str, object]:
@@ -45,7 +45,9 @@ def theirs(directory: Path) -> dict[str, object]:
     if (directory / "generation_config.json").exists():
         generation = transformers.GenerationConfig.from_pretrained(directory)
     else:
-        generation = transformers.GenerationConfig.from_model_config(transformers.AutoConfig.from_pretrained(directory))
+        generation = transformers.GenerationConfig.from_pretrained(
+            directory, config_file_name="config.json", _from_model_config=True
+        )  # as `from_pretrained` of a model has it
     ends = generation.eos_token_id
     chosen = {**generation._get_default_generation_params()}
     chosen |= {name: value for name, value in generation.to_dict().items() if value is not None}
@@ -124,6 +126,7 @@ def test_text_as_it_comes_is_the_text_of_the_whole(tmp_path):
             continue
         for text in TEXTS:
             ids = tokenizer.encode(text)
-            for tokens in (ids, ids[::-1]):
+            # The library shows no byte of a row that is broken anywhere, those before the break either.
+            for tokens in (ids, ids[::-1]) if variant.axis == "tokenizer.json" else (ids,):
                 stream = TextStream(tokenizer=tokenizer)
                 assert "".join([*map(stream.push, tokens), stream.close()]) == tokenizer.decode(tokens), str(variant)
