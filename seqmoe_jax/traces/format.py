@@ -215,6 +215,9 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
         raise TraceError(f"{path}: {error}") from None
     fields = {name: arrays.pop(name) for name in (*REQUIRED, *OPTIONAL) if name in arrays}
     fields |= {name: int(fields[name]) for name in ("num_experts", "vocab_size") if name in fields}
+    # NumPy counts with no uint64; what was checked fits.
+    fields |= {name: fields[name].astype(np.int64) for name in ("lens", "seq_offsets", "prefill_lens", "layer_index")
+               if name in fields and fields[name].dtype == np.uint64}  # fmt: skip
     return Trace(**fields, metadata=arrays)
 
 

@@ -123,6 +123,15 @@ def test_only_a_regular_file_is_opened(tmp_path):
         assert "too long" in refusal(read, "x" * 300)
 
 
+def test_lengths_may_be_of_any_integer_type(tmp_path, excerpt):
+    trace = excerpt.take(np.arange(2))
+    for dtype in (np.uint64, ">i8", np.uint16):
+        lengths = {name: getattr(trace, name).astype(dtype) for name in ("lens", "seq_offsets", "layer_index")}
+        lengths |= {"prefill_lens": np.ones(2, dtype), "num_experts": np.array(trace.num_experts, dtype)}
+        np.savez(tmp_path / "t.npz", ids=trace.ids, probs_u8=trace.probs_u8, tok=trace.tok, **lengths)
+        assert read_trace(tmp_path / "t.npz").without_prompts().steps == trace.steps - 2
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
