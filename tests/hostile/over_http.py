@@ -41,8 +41,8 @@ CHAT: dict[str, Any] = {
 @contextmanager
 def http_readers() -> Iterator[list[Reader]]:
     """The readers of requests, as long as their engine is there."""
-    engine = tiny_engine(residency=0.5, max_batch=2, context=64)
-    engine.chat = Chat(render=lambda messages, enable_thinking=None: json.dumps(list(messages))[-50:])
+    engine = tiny_engine(residency=0.5, max_batch=2, context=512)
+    engine.chat = Chat(render=_render)
     loop = asyncio.new_event_loop()
     service = Service(engine, name="tiny", sampling=SamplingConfig())
     app = service.app()
@@ -63,6 +63,10 @@ def http_readers() -> Iterator[list[Reader]]:
         loop.run_until_complete(asyncio.sleep(0))
         service.scheduler.join(20.0)
         loop.close()
+
+
+def _render(messages: Any, enable_thinking: Any = None) -> str:
+    return "".join(f"{message['content']}{json.dumps(message.get('tool_calls'))}" for message in messages)
 
 
 async def _call(app: Any, method: str, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> tuple[int, bytes]:
