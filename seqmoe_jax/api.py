@@ -60,8 +60,9 @@ class Keywords(LoadKeywords, GenerateKeywords, total=False):
 
 
 class Engine:
-    """A loaded model that generates text. Made by `load`.
+    """A loaded model that generates text. Made by `load`; a context manager that closes it at its end.
 
+    One generation at a time: another thread's waits for its turn, and one begun inside an open stream is refused.
     `defaults` is how the model's makers sample it (`generation_config.json`), or why that is not supported; `chat`
     renders conversations, None where the model has no template for them.
     """
@@ -77,6 +78,19 @@ class Engine:
     ):
         self.token_engine, self.tokenizer, self.eos_token_ids = token_engine, tokenizer, tuple(eos_token_ids)
         self.chat, self.defaults = chat, defaults or SamplingConfig()
+
+    def close(self) -> None:
+        """Gives back its memory, its programs and its thread. What is open ends with an `EngineError` at its next
+        token, as does every later call; closing twice is closing once. An engine that nobody refers to is closed by
+        itself."""
+        self.token_engine.close()
+
+    def __enter__(self) -> Engine:
+        self.token_engine.check_open()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     @property
     def stats(self) -> Stats:
@@ -98,14 +112,14 @@ class Engine:
         messages: Messages | Sequence[Messages] | None = None,
         **options: Unpack[GenerateKeywords],
     ) -> Generation | list[Generation]:
-        """One prompt in, one `Generation` out; a list in (up to 8, decoded together), a list out.
+        """One prompt in, one `Generation` out; a list in (up to `max_batch`, decoded together), a list out.
 
         Args:
           prompt: text to continue.
           messages: instead, a conversation to be answered, `[{"role": "user", "content": ...}]`, or a list of them.
           options: the fields of `GenerateOptions`, which says what they are.
 
-        Raises `PromptError`, `ConfigError` or `ResidencyError`.
+        Raises `PromptError`, `ConfigError`, `ResidencyError` or `EngineError`.
         """
         requests, single = self._requests(prompt, messages, GenerateOptions(**options))
         run = self.run(requests)
@@ -144,6 +158,7 @@ class Engine:
 
         Raises `PromptError`, with `index` to say which of several it was.
         """
+        self.token_engine.check_open()
         if (prompt is None) == (messages is None):
             raise PromptError("give either a prompt or messages")
         chat = None
@@ -250,8 +265,8 @@ def generate(
     how = {name: value for name, value in options.items() if name in GenerateKeywords.__annotations__}
     GenerateOptions(**how)  # type: ignore[arg-type]  # a fault in them shows before a model is loaded
     what = {name: value for name, value in options.items() if name not in how}
-    engine = load(model, **{"max_batch": max(1, len(each)), **what})  # type: ignore[arg-type]
-    return engine.generate(prompt, messages=messages, **how)  # type: ignore[call-overload]
+    with load(model, **{"max_batch": max(1, len(each)), **what}) as engine:  # type: ignore[arg-type]
+        return engine.generate(prompt, messages=messages, **how)  # type: ignore[call-overload]
 
 
 def _sampling_or_why_not(directory: Path) -> SamplingConfig | ConfigError:

@@ -5,18 +5,20 @@ All device state lives here; the programs are pure and live in `decode` and `pre
 
 from __future__ import annotations
 
+import atexit
 import logging
-import threading
+import os
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Int32
 
 from pallas_kernels.backend import resolve
 from seqmoe_jax.decode.loop import Lanes, TokenEvent, run_ahead
@@ -37,11 +39,12 @@ from seqmoe_jax.prefetch.engine import TransferCounts
 from seqmoe_jax.prefetch.factory import make_transfers
 from seqmoe_jax.prefill.lengths import capacity_of
 from seqmoe_jax.prefill.programs import begin_decoding, first_token
-from seqmoe_jax.prefill.reader import PromptReader
-from seqmoe_jax.programs import Programs, shapes_of
+from seqmoe_jax.prefill.reader import PromptReader, SequenceRouting
+from seqmoe_jax.programs import Programs, owned, shapes_of
 from seqmoe_jax.prompts import check_prompts
 from seqmoe_jax.sampling import SamplingParams
 from seqmoe_jax.stats import Counts, Stats
+from seqmoe_jax.turns import Turns
 
 log = logging.getLogger("seqmoe_jax")
 
@@ -66,9 +69,10 @@ class _Batch:
 
 
 class TokenEngine:
-    """Generates token ids. One generation at a time; a second caller waits.
+    """Generates token ids. One generation at a time: another thread's waits, one begun inside it is refused.
 
     Residency and policy are fixed when the engine is made; the cache stays warm from one generation to the next.
+    What it holds is given back by `close`, or when nobody refers to it any more.
     Text, prompts and stop strings are the business of `api`.
     """
 
@@ -89,7 +93,8 @@ class TokenEngine:
         `replay` forces recorded routing on the model. `announce` is told what is being compiled.
         Raises `ResidencyError` or `ConfigError` where that cannot work.
         """
-        self.model, self.options, self.policy = model, options, check_policy(options.policy)
+        self._model: Model | None = model
+        self.options, self.policy = options, check_policy(options.policy)
         self.programs = Programs(announce)
         spec, max_batch, kernels = model.spec, options.max_batch, resolve(options.kernels)
         self.context = min(options.context or DEFAULT_CONTEXT, spec.context)
@@ -140,7 +145,11 @@ class TokenEngine:
             model, self.config, self.programs, policy=self.policy, pass_chunks=self.plan.pass_chunks,
             predictor=self.predictor, replay=replay, device=self.device,
         )  # fmt: skip
-        self._lock = threading.Lock()
+        self._turns = Turns()
+        if self.transfers is not None:
+            # Of an engine that nobody closes. At the end of the process `_leave` sees to it, in order.
+            weakref.finalize(self, self.transfers.close).atexit = False
+        _alive.add(self)
         self.last_stats = Stats()
         self._offload = self._new_offload()
         log.info("%s: policy %s, forecast %s, transfers %s, %d of %d experts have a slot, kernels %s; %s", model.name,
@@ -148,6 +157,18 @@ class TokenEngine:
                  self.config.implementation, self.plan.describe())  # fmt: skip
         for reason in unfit(spec, self.kernels):
             log.info("%s: plain XLA for %s", model.name, reason)
+
+    @property
+    def model(self) -> Model:
+        """Raises `EngineError` after `close`."""
+        if self._model is None:
+            self._turns.check_open()
+        assert self._model is not None
+        return self._model
+
+    def check_open(self) -> None:
+        """Raises `EngineError` after `close`."""
+        self._turns.check_open()
 
     @property
     def forecast_name(self) -> str:
@@ -161,20 +182,34 @@ class TokenEngine:
 
     def steps_run(self) -> int:
         """Decode steps since the engine was made; waits for those dispatched."""
+        self.check_open()
         return int(self._offload.steps)
 
     def step_program(self) -> jax.stages.Compiled:
         """The decode step compiled last. Raises `ConfigError` before the first generation."""
+        self.check_open()
         programs = self.programs.named("step")
         if not programs:
             raise ConfigError("no decode step has been compiled yet; generate something first")
         return programs[-1]
 
-    def close(self) -> None:
-        """Ends the engine's thread, if it has one. The engine is of no use afterwards."""
-        if self.transfers is not None:
-            self.transfers.close()
-            self.transfers = None
+    def close(self, *, leaving: bool = False) -> None:
+        """Gives back device memory, programs and the engine's thread; its share of the model too.
+
+        A generation that is open, in whatever thread, ends with an `EngineError` at its next token, and so does every
+        later call. Closing twice is closing once. `leaving`: see `Turns.close`.
+        """
+        if self._turns.close(leaving=leaving):
+            self._release()
+
+    def _release(self) -> None:
+        transfers, self.transfers, self._model, self.predictor, self.replay = self.transfers, None, None, None, None
+        held = vars(self).pop("_offload", None), vars(self).pop("_reader", None)
+        if transfers is not None:
+            with suppress(RuntimeError):  # steps under way read what it writes; some may have failed
+                jax.block_until_ready(held[0])
+            transfers.close()
+        self.programs.close()
 
     def run(
         self,
@@ -186,35 +221,37 @@ class TokenEngine:
     ) -> Generator[TokenEvent, None, None]:
         """Token ids in, one event per new token, in the order of steps. `last_stats` is complete when it is exhausted.
 
+        It begins when its first event is asked for: then another thread's generation is waited for.
+
         `max_new_tokens` and `sampling` hold for all prompts or are one for each; of a single `sampling`, prompt b
         draws with seed + b. Greedy and drawn sequences cannot be mixed.
         Closing the iterator ends the generation; steps already dispatched still run.
-        Raises `PromptError` for an empty prompt, one longer than the context, or too many.
+        Raises `PromptError` for an empty prompt, one longer than the context, or more than `max_batch`; `EngineError`
+        after `close`, or inside another generation that the caller reads.
         """
+        self.check_open()
         count = len(prompts)
         lengths = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
         if sampling is None or isinstance(sampling, SamplingConfig):
             sampling = (sampling or SamplingConfig()).spread(count)
         self.check(prompts, lengths)
-        with self._lock:
-            if self._offload.cache.blocks.is_deleted():
-                # An interrupt fell between a program taking the cache and its result arriving here.
-                self._offload = self._new_offload()
-            yield from self._run(prompts, lengths, sampling, eos_token_ids)
+        return self._turns.run(partial(self._events, prompts, lengths, sampling, eos_token_ids))
 
-    def routing(
-        self, sequences: Sequence[Sequence[int]]
-    ) -> list[tuple[Int32[np.ndarray, "T L K"], Float32[np.ndarray, "T L K"]]]:
+    def routing(self, sequences: Sequence[Sequence[int]]) -> list[SequenceRouting]:
         """Experts and their weights that every token of each sequence is routed to, as decoding them would route.
 
         Tokens go through prefill, many at a time. Raises `PromptError` as `run` does for prompts.
         """
+        self.check_open()
         just_one = [1] * len(sequences)
         self.check(sequences, just_one)
         capacity = capacity_of([*map(len, sequences)], just_one)
-        with self._lock:
+
+        def read() -> Generator[list[SequenceRouting], None, None]:
             self._begin()
-            return self._reader.routing(sequences, capacity=capacity, offload=self._offload, hold=self._hold)
+            yield self._reader.routing(sequences, capacity=capacity, offload=self._offload, hold=self._hold)
+
+        return next(self._turns.run(read))
 
     def _new_offload(self) -> Offload:
         """An empty cache, or one that holds what its policy keeps from the start."""
@@ -228,7 +265,18 @@ class TokenEngine:
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int]) -> None:
         """Raises what `run` would for these prompts and lengths."""
-        check_prompts(prompts, max_new_tokens, self.model.spec, slots=self.plan.slots, context=self.context)
+        check_prompts(
+            prompts, max_new_tokens, self.model.spec, slots=self.plan.slots, context=self.context,
+            max_batch=self.max_batch,
+        )  # fmt: skip
+
+    def _events(self, *asked: Any) -> Generator[TokenEvent, None, None]:
+        """`_run` when its turn has come."""
+        try:
+            yield from self._run(*asked)
+        finally:
+            if self._turns.closed:  # from inside this generation
+                self._release()
 
     def _run(
         self,
@@ -336,10 +384,13 @@ class TokenEngine:
 
     def _begin(self) -> None:
         """Prompts begin: no task is open any more, because prefill may need every slot."""
+        if self._offload.cache.blocks.is_deleted():
+            # An interrupt fell between a program taking the cache and its result arriving here.
+            self._offload = self._new_offload()
         if self.transfers is not None:
             jax.block_until_ready(self._offload.cache.tables)
             self.transfers.pause()
-            self._offload = self._offload._replace(cache=settled(self._offload.cache))
+            self._offload = self._offload._replace(cache=_settled(self._offload.cache))
 
     def _hold(self, offload: Offload) -> None:
         self._offload = offload
@@ -392,12 +443,26 @@ class TokenEngine:
         """Makes the wanted keys resident for good (policies that score keys) or at least now (lru, lfu)."""
         cache = self._offload.cache
         if self.config.managed:
-            score = jnp.where(wanted, PINNED, -1).astype(jnp.int32)
-            cache = _rescore(cache, jnp.stack([score, score]))
+            # In NumPy: JAX would compile a program for each shape, and keep it.
+            score = np.where(wanted, PINNED, -1).astype(np.int32)
+            cache = _rescore(cache, np.stack([score, score]))
         for layer, pool in enumerate(self.model.pools):
-            mask = jnp.asarray(wanted.reshape(self.config.layers, -1)[layer])
-            cache = _keep(cache, pool, mask, jnp.asarray(layer, jnp.int32), config=self.config)
+            mask = wanted.reshape(self.config.layers, -1)[layer]
+            cache = _keep(cache, pool, mask, np.int32(layer), config=self.config)
             self._offload = self._offload._replace(cache=cache)
+
+
+_alive: weakref.WeakSet[TokenEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave() -> None:
+    """Ends what runs before Python and JAX take themselves apart: threads that were in the middle would crash."""
+    try:
+        for engine in list(_alive):
+            engine.close(leaving=True)
+    except KeyboardInterrupt:  # whoever asks again wants out
+        os._exit(130)
 
 
 def _available_memory(device: jax.Device, weights: ModelWeights) -> int | None:
@@ -409,6 +474,7 @@ def _available_memory(device: jax.Device, weights: ModelWeights) -> int | None:
     return stats["bytes_limit"] - stats["bytes_in_use"] + loaded
 
 
-_empty_offload = jax.jit(empty_offload, static_argnums=0)  # one program instead of one for each array
-_rescore = jax.jit(rescore, donate_argnums=0)
-_keep = jax.jit(keep, static_argnames="config", donate_argnums=0)
+_empty_offload = owned(jax.jit(empty_offload, static_argnums=0))  # one program instead of one for each array
+_rescore = owned(jax.jit(rescore, donate_argnums=0))
+_keep = owned(jax.jit(keep, static_argnames="config", donate_argnums=0))
+_settled = owned(jax.jit(settled, donate_argnums=0))

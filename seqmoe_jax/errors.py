@@ -38,6 +38,10 @@ class PromptError(SeqMoEError):
     """A prompt is empty, too long for the context, or cannot be encoded."""
 
 
+class EngineError(SeqMoEError):
+    """An engine is closed, or has a generation open that the caller itself would have to go on with."""
+
+
 class TraceError(SeqMoEError):
     """A trace or a file of forecasts is missing, damaged, or of another model than asked for."""
 

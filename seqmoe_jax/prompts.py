@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 from seqmoe_jax.errors import PromptError, ResidencyError
 from seqmoe_jax.memory.plan import least_slots
@@ -11,11 +12,23 @@ from seqmoe_jax.options import MAX_BATCH
 
 
 def check_prompts(
-    prompts: Sequence[Sequence[int]], new: Sequence[int], spec: ModelSpec, *, slots: int, context: int
+    prompts: Sequence[Sequence[int]],
+    new: Sequence[int],
+    spec: ModelSpec,
+    *,
+    slots: int,
+    context: int,
+    max_batch: int,
 ) -> None:
     """Raises `PromptError` or `ResidencyError` where these prompts, with `new` tokens after each, cannot be run."""
-    if not 1 <= len(prompts) <= MAX_BATCH:
-        raise PromptError(f"expected 1 to {MAX_BATCH} prompts at once, got {len(prompts)}")
+    if not prompts:
+        raise PromptError("expected at least one prompt, got an empty list")
+    if len(prompts) > max_batch:
+        advice = f"load with max_batch={len(prompts)}" if len(prompts) <= MAX_BATCH else f"{MAX_BATCH} is the most"
+        raise PromptError(
+            f"{len(prompts)} prompts at once, but this engine was loaded with max_batch={max_batch}; "
+            f"give at most {max_batch} at a time ({advice})"
+        )
     least = least_slots(spec, len(prompts))
     if slots < least:
         raise ResidencyError(
@@ -33,5 +46,5 @@ def check_prompts(
                 f"prompt {index} has {len(prompt)} tokens and {more} new ones were asked for, "
                 f"but the context is {context}; shorten the prompt, lower max_new_tokens{longer}"
             )
-        if not all(0 <= token < spec.vocab for token in prompt):
+        if not all(isinstance(token, Integral) and 0 <= token < spec.vocab for token in prompt):
             raise PromptError(f"prompt {index} has a token id outside the vocabulary of {spec.vocab}")

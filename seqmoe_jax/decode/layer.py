@@ -19,6 +19,7 @@ from seqmoe_jax.models import block, fused
 from seqmoe_jax.models.mixers import State
 from seqmoe_jax.models.spec import LayerSpec
 from seqmoe_jax.models.weights import LayerWeights
+from seqmoe_jax.programs import owned
 
 Hidden = Float[Array, "B 1 *S H"] | fused.Pending
 
@@ -39,6 +40,7 @@ class Routed(NamedTuple):
     counts: Int32[Array, " 3"]  # experts routed, hits, misses
 
 
+@owned
 @partial(jax.jit, static_argnames=("layer", "kernels"))
 def dense_layer(
     x: Hidden,
@@ -56,6 +58,7 @@ def dense_layer(
         return _barrier(block.dense(fused.settled(x), weights, layer)), state
 
 
+@owned
 @partial(jax.jit, static_argnames=("layer", "kernels", "config"))
 def moe_layer(
     x: Hidden,

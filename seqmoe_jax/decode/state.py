@@ -14,6 +14,7 @@ from seqmoe_jax.experts.cache import CacheConfig, SlotCache, empty_cache
 from seqmoe_jax.forecast.forecaster import Forecast, no_forecast
 from seqmoe_jax.models.mixers import State
 from seqmoe_jax.models.spec import ModelSpec
+from seqmoe_jax.programs import owned
 
 RUNNING, STOPPED, EXHAUSTED = range(3)  # what a step says of a sequence: goes on, end token, length reached
 
@@ -28,6 +29,7 @@ class Sequences(NamedTuple):
     done: Bool[Array, " B"]
 
 
+@owned
 @partial(jax.jit, static_argnames=("spec", "batch", "capacity", "dtype"))
 def empty_sequences(*, spec: ModelSpec, batch: int, capacity: int, dtype: np.dtype) -> Sequences:
     """Room for `capacity` positions of every sequence; nothing in it."""

@@ -19,7 +19,7 @@ from pallas_kernels.layout import ExpertLayout
 from pallas_kernels.miss_load import miss_load
 from pallas_kernels.plan_tasks.reference import rescored
 from pallas_kernels.slot_update import Rule, SlotTables, slot_update
-from seqmoe_jax.experts.slots import empty_tables, settle_jit
+from seqmoe_jax.experts.slots import empty_tables, settle
 
 PINNED = 2**30  # the score of a key that its policy keeps whatever happens; below every int32 clock's end
 ROUTED, HITS, MISSES = range(3)  # fields of the counts: distinct experts of a layer, found resident, loaded
@@ -175,7 +175,7 @@ def rescore(cache: SlotCache, key_score: Int32[Array, "2 keys"], first_key: int 
 
 def settled(cache: SlotCache) -> SlotCache:
     """The cache with all tasks closed (`slots.settle`)."""
-    return cache._replace(tables=settle_jit(cache.tables), open_slots=jnp.full_like(cache.open_slots, -1))
+    return cache._replace(tables=settle(cache.tables), open_slots=jnp.full_like(cache.open_slots, -1))
 
 
 def keep(

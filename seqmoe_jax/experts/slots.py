@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
@@ -32,9 +31,6 @@ def settle(tables: SlotTables) -> SlotTables:
         key_of_slot=jnp.where(fetch, -1, tables.key_of_slot),
         tag=jnp.zeros_like(tables.tag),
     )
-
-
-settle_jit = jax.jit(settle, donate_argnums=0)
 
 
 def open_slots(tables: SlotTables, tasks: int) -> Int32[Array, " N"]:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
@@ -56,7 +55,7 @@ class DevicePut:
         self.config, self._device = config, device
         self.put: Callable[[np.ndarray], Array] = lambda expert: jax.device_put(expert, device).block_until_ready()
         self._experts = [host_view(pool) for pool in pools]
-        self._nothing = jax.device_put(jnp.zeros(pools[0].shape[1], pools[0].dtype), device)
+        self._nothing = jax.device_put(np.zeros(pools[0].shape[1], pools[0].dtype), device)
         self._rho = jax.device_put(np.float32(COST), device)
         self._arrived: deque[tuple[int, int, Array | None]] = deque()  # slot, tag or -tag, block
         self._plans: deque[tuple[Int32[np.ndarray, "5 N"], int]] = deque(maxlen=4)
@@ -131,7 +130,8 @@ class DevicePut:
         with self._condition:
             self._closed = True
             self._condition.notify_all()
-        self._thread.join(timeout=5)
+        if self._thread is not threading.current_thread():  # where the last reference to an engine may end
+            self._thread.join(timeout=5)
 
     def _work(self) -> None:
         try:

@@ -156,8 +156,9 @@ class Dma:
         self.shared.stop = 1
         if self._thread is not None:
             self._thread.join(timeout=SLOWEST_PAUSE_S)
-        if self._driver is not None:
-            self._driver.close()
+        driver, self._driver = self._driver, None
+        if driver is not None:
+            driver.close()
 
     def _alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from seqmoe_jax.decode.replay import Replay
+from seqmoe_jax.programs import owned
 
 
 class RecordedPass(NamedTuple):
@@ -22,6 +23,7 @@ class RecordedPass(NamedTuple):
     weights: Float32[Array, "P L K"]
 
 
+@owned
 @jax.jit
 def replayed(
     replay: Replay, steps: Int[Array, ""], before: Int[Array, " P"]
