@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from seqmoe_jax.errors import (
         CheckpointError,
         ConfigError,
+        EngineError,
+        NonFiniteError,
         OutputError,
         PredictorError,
         ProfileError,
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 _NAMES = {
     "api": ("Engine", "Generation", "generate", "load"),
     "errors": (
-        "CheckpointError", "ConfigError", "OutputError", "PredictorError", "ProfileError", "PromptError",
-        "ResidencyError", "SeqMoEError", "ServerError", "TraceError",
+        "CheckpointError", "ConfigError", "EngineError", "NonFiniteError", "OutputError", "PredictorError",
+        "ProfileError", "PromptError", "ResidencyError", "SeqMoEError", "ServerError", "TraceError",
     ),
     "options": ("EngineOptions", "GenerateOptions", "SamplingConfig"),
     "stats": ("Stats",),
@@ -35,9 +37,9 @@ _NAMES = {
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
-    "CheckpointError", "ConfigError", "Engine", "EngineOptions", "GenerateOptions", "Generation", "OutputError",
-    "PredictorError", "ProfileError", "PromptError", "ResidencyError", "SamplingConfig", "SeqMoEError", "ServerError",
-    "Stats", "TraceError", "generate", "load",
+    "CheckpointError", "ConfigError", "Engine", "EngineError", "EngineOptions", "GenerateOptions", "Generation",
+    "NonFiniteError", "OutputError", "PredictorError", "ProfileError", "PromptError", "ResidencyError",
+    "SamplingConfig", "SeqMoEError", "ServerError", "Stats", "TraceError", "generate", "load",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

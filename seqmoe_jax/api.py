@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -37,7 +38,8 @@ Messages = Sequence[Mapping[str, Any]]  # a conversation: [{"role": "user", "con
 class Generation:
     """What came of one prompt. `tokens` are the new ones, an end token included; `text` leaves that out.
 
-    `finish_reason` is "stop" (an end token or a stop string) or "length". `stats` are those of the whole batch.
+    `finish_reason` is "stop" (an end token or a stop string), "length", or "error": then `error` says which, and text
+    and tokens are those before it. `stats` are those of the whole batch.
     `reasoning` is what a model with channels (GPT-OSS) says before its answer; other models' thoughts are in the text.
     """
 
@@ -46,6 +48,7 @@ class Generation:
     tokens: list[int]
     finish_reason: str
     stats: Stats
+    error: str | None = None
 
 
 class LoadKeywords(EngineKeywords, total=False):
@@ -119,16 +122,18 @@ class Engine:
           messages: instead, a conversation to be answered, `[{"role": "user", "content": ...}]`, or a list of them.
           options: the fields of `GenerateOptions`, which says what they are.
 
-        Raises `PromptError`, `ConfigError`, `ResidencyError` or `EngineError`.
+        Raises `PromptError`, `ConfigError`, `ResidencyError` or `EngineError`; and `NonFiniteError` where the logits of
+        a single prompt are no numbers. Of several prompts that one has `error`, and the others go on.
         """
         requests, single = self._requests(prompt, messages, GenerateOptions(**options))
         run = self.run(requests)
-        for _ in run:
-            pass
+        for piece in run:
+            if single and piece.fault is not None:
+                raise piece.fault
         results = [
             Generation(text=reply.text, reasoning=reply.reasoning, tokens=tokens, finish_reason=reason,
-                       stats=self.stats)
-            for reply, tokens, reason in zip(run.replies, run.new, run.reasons, strict=True)
+                       stats=self.stats, error=None if index not in run.faults else str(run.faults[index]))
+            for index, (reply, tokens, reason) in enumerate(zip(run.replies, run.new, run.reasons, strict=True))
         ]  # fmt: skip
         return results[0] if single else results
 
@@ -137,7 +142,7 @@ class Engine:
     ) -> Iterator[str]:
         """The same text as `generate` gives for one prompt or one conversation, in pieces as they are decided."""
         requests, _ = self._requests(prompt, messages, GenerateOptions(**options))
-        return (piece.text for piece in self.run(requests) if piece.text)
+        return _texts(self.run(requests))
 
     def run(self, requests: Sequence[Request]) -> Run:
         """Requests decoded together, each with its own options; iterate over it for their text as it comes."""
@@ -169,6 +174,8 @@ class Engine:
             tokens = encode_prompt(self.tokenizer, text, index, add_special_tokens=False)
         elif isinstance(prompt, Sequence) and not isinstance(prompt, str):
             tokens = list(prompt)
+            if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in tokens):
+                raise PromptError(f"prompt {index}: expected text or token ids, got a list of something else")
         else:
             tokens = encode_prompt(self.tokenizer, prompt, index)
         # At least one: a prompt that fills the context is refused where all lengths are.
@@ -267,6 +274,14 @@ def generate(
     what = {name: value for name, value in options.items() if name not in how}
     with load(model, **{"max_batch": max(1, len(each)), **what}) as engine:  # type: ignore[arg-type]
         return engine.generate(prompt, messages=messages, **how)  # type: ignore[call-overload]
+
+
+def _texts(run: Run) -> Iterator[str]:
+    for piece in run:
+        if piece.text:
+            yield piece.text
+        if piece.fault is not None:
+            raise piece.fault
 
 
 def _sampling_or_why_not(directory: Path) -> SamplingConfig | ConfigError:

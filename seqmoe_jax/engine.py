@@ -30,11 +30,11 @@ from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.experts.cache import PINNED, CacheConfig, keep, rescore, settled
 from seqmoe_jax.experts.policy import rule_of
 from seqmoe_jax.forecast.trained import TrainedPredictor
-from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, parse_bytes, plan_memory
+from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, plan_memory
 from seqmoe_jax.models.fused import DecodeKernels, unfit
 from seqmoe_jax.models.model import Model
 from seqmoe_jax.models.weights import ModelWeights
-from seqmoe_jax.options import EngineOptions, SamplingConfig, check_policy
+from seqmoe_jax.options import EngineOptions, SamplingConfig, check_policy, parse_bytes
 from seqmoe_jax.prefetch.engine import TransferCounts
 from seqmoe_jax.prefetch.factory import make_transfers
 from seqmoe_jax.prefill.lengths import capacity_of

@@ -42,6 +42,10 @@ class EngineError(SeqMoEError):
     """An engine is closed, or has a generation open that the caller itself would have to go on with."""
 
 
+class NonFiniteError(SeqMoEError):
+    """A step gave logits that are no numbers: damaged weights, or activations beyond what their dtype holds."""
+
+
 class TraceError(SeqMoEError):
     """A trace or a file of forecasts is missing, damaged, or of another model than asked for."""
 

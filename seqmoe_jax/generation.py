@@ -9,10 +9,11 @@ from typing import Literal
 from seqmoe_jax.decode.loop import TokenEvent
 from seqmoe_jax.decode.state import EXHAUSTED, STOPPED
 from seqmoe_jax.engine import TokenEngine
+from seqmoe_jax.errors import NonFiniteError
 from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.text import Chat, TextStream, Tokenizer
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +35,12 @@ class Piece:
     text: str
     reasoning: str
     finish_reason: FinishReason | None
+    fault: NonFiniteError | None = None
 
 
 class Run:
-    """One generation: iterates over pieces, one per token; afterwards has `replies`, tokens (`new`) and `reasons`."""
+    """One generation: iterates over pieces, one per token; afterwards has `replies`, tokens (`new`), `reasons`, and the
+    `faults` of sequences that ended with one, by their number."""
 
     def __init__(
         self, engine: TokenEngine, tokenizer: Tokenizer, eos_token_ids: Sequence[int], requests: Sequence[Request]
@@ -50,6 +53,7 @@ class Run:
         ]
         self.new: list[list[int]] = [[] for _ in requests]
         self.reasons: list[FinishReason] = ["length"] * len(requests)
+        self.faults: dict[int, NonFiniteError] = {}
         self._open = set(range(len(requests)))
         self._events = engine.run(
             [request.tokens for request in requests],
@@ -74,8 +78,13 @@ class Run:
 
     def _take(self, event: TokenEvent) -> Piece:
         index, reply = event.sequence, self.replies[event.sequence]
-        self.new[index].append(event.token)
         thought = len(reply.reasoning)
+        if not event.finite:
+            self._open.discard(index)
+            self.reasons[index], self.faults[index] = "error", _not_finite(index, len(self.new[index]))
+            text, rest = reply.close(), reply.reasoning[thought:]
+            return Piece(sequence=index, text=text, reasoning=rest, finish_reason="error", fault=self.faults[index])
+        self.new[index].append(event.token)
         text = "" if event.end == STOPPED else reply.push(event.token)
         reason: FinishReason | None = None
         if event.end == STOPPED or reply.finished:
@@ -88,3 +97,10 @@ class Run:
             self.reasons[index] = reason = "stop" if reply.finished else reason
             self._open.discard(index)
         return Piece(sequence=index, text=text, reasoning=reply.reasoning[thought:], finish_reason=reason)
+
+
+def _not_finite(sequence: int, new: int) -> NonFiniteError:
+    return NonFiniteError(
+        f"prompt {sequence}: expected finite logits for new token {new}, got NaN or infinity: the weights are "
+        "damaged, or activations are beyond what their dtype holds; check the files, or load with dtype='float32'"
+    )

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
-from seqmoe_jax.errors import ConfigError, PromptError
+from seqmoe_jax.errors import ConfigError, PromptError, SeqMoEError
 
 Policy = Literal["seqmoe", "lru", "lfu", "prefill-hot", "full"]  # what each of them evicts: `experts.policy`
 Transfers = Literal["auto", "none", "device_put", "callback", "dma"]  # how each moves experts: `prefetch.engine`
@@ -21,15 +23,57 @@ Kernels = Literal["xla", "gpu", "tpu"]  # `pallas_kernels.backend.Implementation
 Residency = float | int | Literal["least"]
 
 MAX_BATCH = 8
+LONGEST_CONTEXT = 2**24  # tokens; beyond what any model was made for
+MOST_TASKS = 2**16
+DTYPES = "float32", "bfloat16"
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 THRESHOLD = 0.2  # least probability of a prefetch task; chosen in simulation (`simulation.settings`)
 
 
 def check_policy(policy: str) -> Policy:
     """The policy named, or `ConfigError` with the names there are."""
-    for known in get_args(Policy):
-        if policy == known:
-            return known
-    raise ConfigError(f"unknown policy {policy!r}: expected one of {', '.join(get_args(Policy))}")
+    known: Policy = _one_of("policy", policy, get_args(Policy))
+    return known
+
+
+def _one_of(name: str, value: Any, names: Sequence[str]) -> Any:
+    if not isinstance(value, str) or value not in names:
+        raise ConfigError(f"unknown {name} {value!r}: expected one of {', '.join(names)}")
+    return value
+
+
+def _integer(name: str, value: Any, least: int, most: int, error: type[SeqMoEError] = ConfigError) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
+        raise error(f"{name} must be an integer from {least} to {most}, got {_type_or_short(value)}")
+
+
+def _number(name: str, value: Any, valid: Callable[[Any], bool], expected: str) -> None:
+    # NaN is in no range, and an integer beyond a float's is none of these numbers either.
+    if isinstance(value, bool) or not isinstance(value, Real) or not valid(value):
+        raise ConfigError(f"{name} must be {expected}, got {_type_or_short(value)}")
+
+
+def _type_or_short(value: Any) -> str:
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return str(value) if abs(int(value)) < 10**20 else "an integer of many digits"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}... ({type(value).__name__})"
+
+
+def parse_bytes(text: str | int) -> int:
+    """The bytes that `"12GiB"`, `"800MB"` or `12_000_000_000` mean. Raises `ConfigError`."""
+    size: float = -1.0
+    if isinstance(text, Integral) and not isinstance(text, bool):
+        size = float(text) if abs(text) < 2**63 else -1.0
+    elif isinstance(text, str):
+        match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?i?)b?\s*", text.lower())
+        if match and match[2] in _UNITS:
+            size = float(match[1]) * _UNITS[match[2]]
+    if not 0 <= size < 2**63:
+        raise ConfigError(f"cannot read {_type_or_short(text)} as a memory size; write it like 12GiB or 800MB")
+    if size < 10**6:  # no model runs in that: a unit was forgotten
+        raise ConfigError(f"a memory size of {text} is {int(size)} bytes; write the unit, like 12GiB or 800MB")
+    return int(size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +121,27 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check_policy(self.policy)
-        if self.transfers not in get_args(Transfers):
-            expected = ", ".join(get_args(Transfers))
-            raise ConfigError(f"unknown transfer engine {self.transfers!r}: expected one of {expected}")
+        _one_of("transfer engine", self.transfers, get_args(Transfers))
+        _one_of("scheduler", self.scheduler, get_args(Scheduler))
+        if self.kernels is not None:
+            _one_of("kernels", self.kernels, get_args(Kernels))
+        if self.dtype is not None:
+            _one_of("dtype", self.dtype, DTYPES)
+        if self.residency is not None and self.residency != "least":
+            _number("residency", self.residency, lambda x: 0 < x <= 1, "in (0, 1] or 'least'")
+        if self.device_memory is not None:
+            parse_bytes(self.device_memory)
+        if not isinstance(self.predictor, str | Path) or not str(self.predictor):
+            raise ConfigError(f"predictor must be 'auto', 'none' or a directory, got {_type_or_short(self.predictor)}")
+        _integer("max_batch", self.max_batch, 1, MAX_BATCH)
+        if self.context is not None:
+            _integer("context", self.context, 1, LONGEST_CONTEXT)
+        if self.tasks is not None:
+            _integer("tasks", self.tasks, 1, MOST_TASKS)
+        _number("threshold", self.threshold, lambda x: 0 <= x <= 1, "in [0, 1]")
+        for name in ("decode_kernels", "refine"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {_type_or_short(getattr(self, name))}")
         if self.residency is not None and self.device_memory is not None:
             raise ConfigError("give either a residency or a device memory, not both")
 
@@ -118,16 +180,11 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        checks = {
-            "temperature": (self.temperature, self.temperature >= 0, "0 (greedy) or positive"),
-            "top_k": (self.top_k, self.top_k >= 0, "0 (off) or positive"),
-            "top_p": (self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
-            "min_p": (self.min_p, 0 <= self.min_p < 1, "in [0, 1)"),
-            "seed": (self.seed, 0 <= self.seed < 2**32, "in [0, 2^32)"),
-        }
-        for name, (value, valid, expected) in checks.items():
-            if not valid:
-                raise ConfigError(f"{name} must be {expected}, got {value}")
+        _number("temperature", self.temperature, lambda x: 0 <= x <= sys.float_info.max, "0 (greedy) or positive")
+        _integer("top_k", self.top_k, 0, 2**31 - 1)
+        _number("top_p", self.top_p, lambda x: 0 < x <= 1, "in (0, 1]")
+        _number("min_p", self.min_p, lambda x: 0 <= x < 1, "in [0, 1)")
+        _integer("seed", self.seed, 0, 2**32 - 1)
 
     @property
     def greedy(self) -> bool:
@@ -169,12 +226,17 @@ class GenerateOptions:
     chat_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise PromptError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
-            raise PromptError(f"stop must be a list of non-empty strings, got {self.stop!r}")
-        if not isinstance(self.sampling, SamplingConfig) and self.sampling not in ("greedy", "model"):
-            raise ConfigError(f"sampling must be 'greedy', 'model' or a SamplingConfig, got {self.sampling!r}")
+        _integer("max_new_tokens", self.max_new_tokens, 1, LONGEST_CONTEXT, PromptError)
+        texts = self.stop if isinstance(self.stop, Sequence) and not isinstance(self.stop, str | bytes) else [None]
+        if not all(isinstance(text, str) and text for text in texts):
+            raise PromptError(f"stop must be a list of non-empty strings, got {_type_or_short(self.stop)}")
+        named = isinstance(self.sampling, str) and self.sampling in ("greedy", "model")
+        if not named and not isinstance(self.sampling, SamplingConfig):
+            raise ConfigError(
+                f"sampling must be 'greedy', 'model' or a SamplingConfig, got {_type_or_short(self.sampling)}"
+            )
+        if self.chat_options is not None and not isinstance(self.chat_options, Mapping):
+            raise PromptError(f"chat_options must map names to values, got {_type_or_short(self.chat_options)}")
         self.sampling_over(SamplingConfig())
 
     def sampling_over(self, model: SamplingConfig | ConfigError) -> SamplingConfig:

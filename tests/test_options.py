@@ -94,7 +94,7 @@ def test_faults_of_an_engine_show_before_a_model_is_loaded(wrong, words):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (dict(max_new_tokens=0), "max_new_tokens must be at least 1"),
+        (dict(max_new_tokens=0), "max_new_tokens must be an integer from 1"),
         (dict(stop="abc"), "list of non-empty strings"),
         (dict(stop=[""]), "list of non-empty strings"),
         (dict(sampling="best"), "'greedy', 'model' or a SamplingConfig"),

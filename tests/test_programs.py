@@ -1,6 +1,9 @@
 """Programs are given back: by an engine that ends, and the least used ones where there are too many."""
 
 import gc
+import itertools
+import os
+from contextlib import closing
 from pathlib import Path
 
 import jax
@@ -10,9 +13,9 @@ import pytest
 from seqmoe_jax import programs
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import EngineError
-from seqmoe_jax.options import EngineOptions
+from seqmoe_jax.options import EngineOptions, SamplingConfig
 from seqmoe_jax.programs import Programs
-from seqmoe_jax.testing import tiny_model
+from seqmoe_jax.testing import tiny_model, untrained_predictor
 
 MAPPINGS = Path("/proc/self/maps")
 
@@ -104,3 +107,35 @@ def test_an_engine_that_ends_leaves_no_program_and_takes_none_of_the_users(ended
     assert counts[2] - counts[1] < 20  # an engine's programs have hundreds
     of_the_user(1)
     assert len(traced) == 1
+
+
+def settings():
+    """Settings of engines that differ in what is compiled, or held."""
+    choices = itertools.product(
+        (1.0, 0.8, 0.6, 0.5), ("seqmoe", "lru", "lfu", "prefill-hot", "full"), ("none", "device_put"), (1, 2),
+        (0.0, 0.7), (64, 128),
+    )  # fmt: skip
+    for residency, policy, transfers, batch, temperature, context in choices:
+        options = EngineOptions(
+            residency=residency, policy=policy, transfers=transfers, max_batch=batch, context=context
+        )
+        yield options, SamplingConfig(temperature=temperature)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MAPPINGS.exists(), reason="mappings are counted by /proc")
+def test_two_hundred_engines_in_one_process_take_no_more_than_ten():
+    model = tiny_model(num_hidden_layers=2, mlp_only_layers=[])
+    predictor, held = untrained_predictor(model), []
+    for number, (options, sampling) in enumerate(settings()):
+        if number == 200:
+            break
+        with closing(TokenEngine(model, options, predictor=predictor)) as engine:
+            prompts = [[1, 2, 3], [7] * 20][: options.max_batch]
+            list(engine.run(prompts, max_new_tokens=4, sampling=sampling))
+        gc.collect()
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        held.append((len(MAPPINGS.read_text().splitlines()), resident))
+    print(held[9], held[99], held[-1])
+    assert max(mappings for mappings, _ in held[10:]) < held[9][0] + 400  # one engine's programs have thousands
+    assert held[-1][1] < held[9][1] + (150 << 20)

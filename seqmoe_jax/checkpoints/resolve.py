@@ -25,6 +25,7 @@ PATTERNS = (
     "*.jinja",
     "encoding/*",
 )
+LONGEST_NAME = 4096  # of a path on Linux
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -33,6 +34,10 @@ def resolve_model(model: str | Path) -> Path:
 
     Raises `CheckpointError` in one line where none of these gives a directory.
     """
+    if not isinstance(model, str | Path):
+        raise CheckpointError(f"expected a model as text or a path, got {type(model).__name__}")
+    if len(str(model)) > LONGEST_NAME:
+        raise CheckpointError(f"expected a model, got a name of {len(str(model))} characters; check the path")
     path = Path(os.path.expanduser(model))
     if model != "" and os.path.isdir(path):
         return path
@@ -48,13 +53,26 @@ def resolve_model(model: str | Path) -> Path:
             f"{model}: expected a model directory, a Hugging Face id like 'owner/name' or 'demo', got no "
             f"such directory{did_you_mean(str(model)) or '; check the path'}"
         )
+    _check_is_no_path(model)
     return _from_hub(model)
+
+
+def _check_is_no_path(model: str) -> None:
+    """What is written like an id but begins with a directory that is here is a path with a mistake in it. The network
+    is not asked for it."""
+    owner = model.split("/")[0]
+    if os.path.isdir(owner):
+        raise CheckpointError(
+            f"{model}: expected a model directory, got no such directory, though {owner}/ is here; check the path, or "
+            "run elsewhere for the Hugging Face id of that name"
+        )
 
 
 def resolve_config(model: str) -> dict[str, Any]:
     """The `config.json` alone of what `resolve_model` takes: of a model on the Hub nothing else is downloaded."""
     if os.path.exists(os.path.expanduser(model)) or not HUB_ID.fullmatch(model):
         return read_config(resolve_model(model))
+    _check_is_no_path(model)
     from huggingface_hub import hf_hub_download
 
     with _hub_faults(model):

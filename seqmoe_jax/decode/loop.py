@@ -8,17 +8,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from seqmoe_jax.decode.state import RUNNING, StepOutput
+from seqmoe_jax.decode.state import NON_FINITE, RUNNING, StepOutput
 from seqmoe_jax.stats import Counts
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenEvent:
-    """One new token of one sequence. `end` is RUNNING, STOPPED (the token is an end token) or EXHAUSTED."""
+    """One new token of one sequence. `end` is RUNNING, STOPPED (the token is an end token), EXHAUSTED or NON_FINITE
+    (the token means nothing)."""
 
     sequence: int
     token: int
     end: int
+
+    @property
+    def finite(self) -> bool:
+        """Whether the logits that the token comes from are finite numbers."""
+        return self.end != NON_FINITE
 
 
 class Lanes:

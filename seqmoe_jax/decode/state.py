@@ -16,7 +16,8 @@ from seqmoe_jax.models.mixers import State
 from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.programs import owned
 
-RUNNING, STOPPED, EXHAUSTED = range(3)  # what a step says of a sequence: goes on, end token, length reached
+# What a step says of a sequence: goes on, end token, length reached, logits that are no finite numbers.
+RUNNING, STOPPED, EXHAUSTED, NON_FINITE = range(4)
 
 
 class Sequences(NamedTuple):

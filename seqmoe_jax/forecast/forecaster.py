@@ -81,8 +81,8 @@ def features(
 
 def mean_over(values: Float[Array, "B keys"], active: Bool[Array, " B"]) -> Float32[Array, " keys"]:
     """The mean over the sequences that go on (paper 6.1, 7.1)."""
-    share = active.astype(jnp.float32)
-    return (values * share[:, None]).sum(0) / jnp.maximum(share.sum(), 1.0)
+    # Selected, not multiplied by zero: what a sequence ended with may be no number.
+    return jnp.where(active[:, None], values, 0.0).sum(0) / jnp.maximum(active.sum().astype(jnp.float32), 1.0)
 
 
 def foresee(

@@ -78,9 +78,13 @@ class Predictor(nnx.Module):
         return flat | {"blocks": [block.weights() for block in self.blocks]}
 
     def load(self, weights: dict[str, Any]) -> None:
-        """Sets every array from a plain pytree of the same structure."""
+        """Sets every parameter from a plain pytree of the same structure, such as `store.load` reads.
+
+        What stands beside the weights there is no parameter and is left out: the row of each token id (`token_table`,
+        which `inference.token_rows` reads) and how often prompts use each expert (`popularity`).
+        """
         for name, value in weights.items():
-            if name != "blocks":
+            if name != "blocks" and name not in BESIDE:
                 getattr(self, name)[...] = jnp.asarray(value, jnp.float32)
         for block, values in zip(self.blocks, weights["blocks"], strict=True):
             for name, value in values.items():
@@ -122,7 +126,7 @@ def graph_of(config: PredictorConfig) -> Any:
 def params_of(config: PredictorConfig, weights: dict[str, Any]) -> Any:
     """The trainable NNX state that holds the weights of a plain pytree."""
     model = Predictor(config, rngs=nnx.Rngs(0))
-    model.load({name: value for name, value in weights.items() if name not in BESIDE})
+    model.load(weights)
     return nnx.state(model, nnx.Param)
 
 

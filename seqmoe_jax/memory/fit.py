@@ -7,9 +7,9 @@ import numpy as np
 
 from seqmoe_jax.errors import ResidencyError
 from seqmoe_jax.host_memory import host_memory
-from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, parse_bytes, plan_memory
+from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, plan_memory
 from seqmoe_jax.models.spec import ModelSpec
-from seqmoe_jax.options import EngineOptions
+from seqmoe_jax.options import EngineOptions, parse_bytes
 
 
 def pool_bytes(spec: ModelSpec) -> int:

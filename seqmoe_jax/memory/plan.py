@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,7 +18,6 @@ from seqmoe_jax.prefill.experts import ROWS_PER_BLOCK
 from seqmoe_jax.prefill.lengths import PASS_CHUNKS, bucket, capacity_of
 
 DEFAULT_CONTEXT = 4096  # memory is planned for the whole context: a longer one has to be asked for
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +43,6 @@ class MemoryPlan:
             parts["forecast"] = self.forecast
         listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
         return f"{self.total / 1e9:.2f} GB on the device ({listed})"
-
-
-def parse_bytes(text: str | int) -> int:
-    """The bytes that `"12GiB"`, `"800MB"` or `12_000_000_000` mean. Raises `ConfigError`."""
-    if isinstance(text, int):
-        return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
-    if not match or match[2] not in _UNITS:
-        raise ConfigError(f"cannot read {text!r} as a memory size; write it like 12GiB or 800MB")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def least_slots(spec: ModelSpec, batch: int) -> int:

@@ -18,9 +18,9 @@ from seqmoe_jax.host_memory import host_memory
 from seqmoe_jax.inputs import read_json
 from seqmoe_jax.loading import activation_dtype
 from seqmoe_jax.memory.fit import free_bytes, pool_bytes
-from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, parse_bytes, plan_memory
+from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, MemoryPlan, least_slots, plan_memory
 from seqmoe_jax.models.families import spec_from_config
-from seqmoe_jax.options import EngineOptions
+from seqmoe_jax.options import EngineOptions, parse_bytes
 from seqmoe_jax.presets import preset_names, preset_path
 
 

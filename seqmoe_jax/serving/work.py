@@ -64,6 +64,8 @@ class Work:
         index, item = await self._arrived.get()
         if isinstance(item, Exception):
             raise item
+        if item.fault is not None:
+            raise item.fault
         self._unfinished -= item.finish_reason is not None
         return index, item
 

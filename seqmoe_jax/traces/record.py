@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float32, Integer, UInt8
 
-from seqmoe_jax.errors import PromptError
+from seqmoe_jax.errors import NonFiniteError, PromptError
 from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.outputs.files import check_file
 from seqmoe_jax.outputs.parts import check_parts, parts_of
@@ -127,6 +127,11 @@ def _group(
             eos_token_ids=config.eos_token_ids,
         )
         for event in events:
+            if not event.finite:
+                raise NonFiniteError(
+                    f"prompt {first + batch[event.sequence]}: expected finite logits, got NaN or infinity; "
+                    "check the model's files, or load with dtype='float32'"
+                )
             new[batch[event.sequence]].append(event.token)
     # The last token is never processed.
     processed = [prompt + tokens[:-1] for prompt, tokens in zip(encoded, new, strict=True)]

@@ -3,12 +3,18 @@
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from seqmoe_jax.checkpoints.resolve import read_config, resolve_model
-from seqmoe_jax.forecast import store
+from seqmoe_jax.forecast import inference, store
+from seqmoe_jax.forecast.data import prepare, window
 from seqmoe_jax.forecast.evaluation.cost import cost
 from seqmoe_jax.forecast.evaluation.export import forecasts_of
+from seqmoe_jax.forecast.heads import membership
+from seqmoe_jax.forecast.predictor import Predictor
 from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.traces.format import read_trace
 from seqmoe_jax.traces.prompts import read_prompts
@@ -52,3 +58,20 @@ def test_the_prompts_it_was_trained_on_are_there():
     prompts = read_prompts(ROOT / "scripts" / "demo" / "trace_prompts.jsonl")
     assert {split: sum(p.split == split for p in prompts) for split in ("train", "test")} == {"train": 368, "test": 65}
     assert {prompt.temperature for prompt in prompts} == {0.0, 0.8}
+
+
+def test_a_file_of_a_predictor_loads_into_the_flax_module():
+    """As it is, with what stands beside the weights; the module then forecasts what the decode step would."""
+    trace = read_trace(ROOT / "tests" / "data" / "demo_excerpt.npz")
+    directory = store.require_predictor("auto", trace.model, **trace.sizes)
+    config, weights = store.load(directory)
+    predictor = Predictor(config, rngs=nnx.Rngs(0))
+    predictor.load(weights)
+    steps = prepare(trace, config, weights["token_table"])
+    batch = window(steps, steps.starts[:1], steps.starts[:1] + 12, 12, config)
+    said = jax.nn.sigmoid(membership(weights, predictor(batch.inputs).next))
+    state, step = inference.init_state(config, 1), jax.jit(inference.step, static_argnums=0)
+    for t in range(12):
+        token = jnp.asarray(trace.tok[steps.starts[0] + t])[None]
+        state, following, _ = step(config, weights, state, batch.inputs.features[:, t], token)
+        np.testing.assert_allclose(following[0], said[0, t], rtol=2e-3, atol=2e-4)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from seqmoe_jax.errors import ConfigError, ResidencyError
-from seqmoe_jax.memory.plan import dense_bytes, least_slots, parse_bytes, plan_memory
+from seqmoe_jax.memory.plan import dense_bytes, least_slots, plan_memory
 from seqmoe_jax.models.families import spec_from_config
+from seqmoe_jax.options import parse_bytes
 from seqmoe_jax.prefill.lengths import kv_capacity
 from seqmoe_jax.presets import preset_names, preset_path
 from seqmoe_jax.testing import tiny_config, tiny_model
@@ -22,7 +23,7 @@ def test_sizes_are_read_with_their_units():
     assert parse_bytes("12GiB") == 12 * 2**30
     assert parse_bytes("1.5 GB") == 1_500_000_000
     assert parse_bytes("800m") == 800_000_000
-    assert parse_bytes(7) == 7
+    assert parse_bytes(7_000_000) == 7_000_000
     for text in ("", "lots", "12 parsecs", "-3GB"):
         with pytest.raises(ConfigError, match="memory size"):
             parse_bytes(text)

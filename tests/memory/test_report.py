@@ -69,7 +69,7 @@ def test_people_get_lines(tiny, capsys):
     [
         (["--residency", "1.5"], "(0, 1]"),
         (["--batch", "9"], "1 to 8"),
-        (["--context", "-3"], "at least 1 token"),
+        (["--context", "-3"], "context must be an integer from 1"),
         (["--dtype", "int4"], "dtype"),
         (["--device-memory", "much"], "memory size"),
     ],
