@@ -20,13 +20,13 @@ from seqmoe_jax.checkpoints.read import iter_dense
 from seqmoe_jax.checkpoints.resolve import read_config, resolve_model
 from seqmoe_jax.checkpoints.safetensors import open_checkpoint
 from seqmoe_jax.checkpoints.stored import as_stored
-from seqmoe_jax.errors import ConfigError
+from seqmoe_jax.errors import CheckpointError, ConfigError
 from seqmoe_jax.experts.host_pool import load_host_pool
 from seqmoe_jax.experts.random_pool import random_host_pool
 from seqmoe_jax.forecast.trained import TrainedPredictor
 from seqmoe_jax.host_memory import Progress
 from seqmoe_jax.inputs import read_json
-from seqmoe_jax.models.families import spec_from_config
+from seqmoe_jax.models.families import left_out, spec_from_config
 from seqmoe_jax.models.model import Model
 from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.models.tensors import take_from
@@ -64,11 +64,15 @@ def load_model(
     """
     device = device or jax.devices()[0]
     directory = resolve_model(model)
-    spec = spec_from_config(read_config(directory))
+    config = read_config(directory)
+    spec = spec_from_config(config)
     with open_checkpoint(directory) as checkpoint:
         spec = as_stored(spec, checkpoint)
         names = names_of(spec, checkpoint.names)
-        check_names(checkpoint, names)
+        try:
+            check_names(checkpoint, names)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{left_out(config)}") from None
         chosen = activation_dtype(spec, device, dtype)
         spec = with_stored_experts(spec, checkpoint, names, chosen)
         if check is not None:

@@ -22,14 +22,14 @@ EQUAL, REFUSED, UNREADABLE, DIFFERENT = "equal", "refused", "unreadable", "DIFFE
 class Variant:
     """A directory that differs from a family's tiny checkpoint along one axis. `write` changes a copy in place.
 
-    `words` must be in the refusal, if there is one: the name of the field that it is about.
+    One of `words` must be in the refusal, if there is one: the name of the field that it is about.
     """
 
     family: str
     axis: str
     name: str
     write: Callable[[Path], object]
-    words: str = ""
+    words: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.family}: {self.axis}: {self.name}"
@@ -74,7 +74,7 @@ def changing(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Pa
 
 
 def counted(verdicts: Iterable[Verdict]) -> Iterator[str]:
-    """Lines of a table: how many of each kind."""
+    """How many there are of each kind, in words."""
     kinds = [verdict.kind for verdict in verdicts]
     for kind in (EQUAL, REFUSED, UNREADABLE, DIFFERENT):
-        yield f"{kind:>10} {kinds.count(kind)}"
+        yield f"{kinds.count(kind)} {kind}"

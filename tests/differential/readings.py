@@ -31,8 +31,8 @@ class UnreadableError(Exception):
     """transformers does not read the directory, or not all of it."""
 
 
-def theirs(directory: Path) -> tuple[list[int], np.ndarray]:
-    """PROMPT and NEW greedy tokens, and the logits at every position, in float32."""
+def theirs(directory: Path, tokens: list[int] | None = None) -> tuple[list[int], np.ndarray]:
+    """PROMPT and NEW greedy tokens (unless some are given), and the logits at every position, in float32."""
     try:
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager",
@@ -44,17 +44,17 @@ def theirs(directory: Path) -> tuple[list[int], np.ndarray]:
         model.eval()
         model.generation_config = transformers.GenerationConfig(pad_token_id=0)
         with torch.no_grad():
-            tokens = model.generate(
-                torch.tensor([PROMPT]), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0
-            )
-            logits = model(tokens).logits[0].numpy()
+            ids = torch.tensor([tokens or PROMPT])
+            if tokens is None:
+                ids = model.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0)
+            logits = model(ids, use_cache=False).logits[0].numpy()
     except UnreadableError:
         raise
     except Exception as error:  # whatever it raises for what it cannot read
         raise UnreadableError(f"{type(error).__name__}: {error}") from error
     if not np.isfinite(logits).all():
         raise UnreadableError("its logits are not finite")
-    return tokens[0].tolist(), logits
+    return ids[0].tolist(), logits
 
 
 def ours(directory: Path, tokens: list[int]) -> np.ndarray:
@@ -122,26 +122,28 @@ def _head(x, weights, *, spec):
     return block.logits_of(x, weights, spec)
 
 
-def compare(variant: Variant, base: Path) -> Verdict:
-    """Writes the variant of `base` into a directory of its own and has it read twice."""
+def compare(variant: Variant, base: Path, tokens: list[int] | None = None) -> Verdict:
+    """Writes the variant of `base` into a directory of its own and has it read twice.
+
+    The tokens must be those that transformers chooses, after its own or, where `tokens` are given, after each of these;
+    logits must be the same within `TOLERANCE`.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         directory = variant.make(base, Path(scratch) / "model")
         try:
-            tokens, expected = theirs(directory)
-            readable = None
-        except UnreadableError as error:
-            tokens, expected, readable = PROMPT, None, str(error)
-        try:
-            logits = ours(directory, tokens)
+            model = load_model(directory)[0]
         except SeqMoEError as error:
             line = str(error)
-            fault = "\n" in line or variant.words not in line
+            fault = "\n" in line or (variant.words and not any(word in line for word in variant.words))
             return Verdict(variant=str(variant), kind=DIFFERENT if fault else REFUSED, reason=line)
-    if expected is None:
-        return Verdict(variant=str(variant), kind=UNREADABLE, reason=readable or "")
-    greedy = logits[len(PROMPT) - 1 : -1].argmax(axis=-1).tolist()
+        try:
+            tokens, expected = theirs(directory, tokens)
+        except UnreadableError as error:
+            return Verdict(variant=str(variant), kind=UNREADABLE, reason=str(error))
+    logits = logits_of(model, tokens)
+    greedy, chosen = (values[len(PROMPT) - 1 :].argmax(axis=-1) for values in (logits, expected))
     away = float(np.abs(logits - expected).max())
-    if greedy != tokens[len(PROMPT) :] or away > TOLERANCE:
-        same = sum(a == b for a, b in zip(greedy, tokens[len(PROMPT) :], strict=True))
-        return Verdict(variant=str(variant), kind=DIFFERENT, reason=f"{same} tokens of {NEW}, logits within {away:.3g}")
+    if not np.array_equal(greedy, chosen) or not away <= TOLERANCE:
+        same = f"{(greedy == chosen).sum()} tokens of {len(chosen)}"
+        return Verdict(variant=str(variant), kind=DIFFERENT, reason=f"{same}, logits within {away:.3g}")
     return Verdict(variant=str(variant), kind=EQUAL, reason=f"{away:.2g}")

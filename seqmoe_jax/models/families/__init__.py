@@ -42,6 +42,13 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
+def left_out(config: Mapping[str, Any]) -> str:
+    """The end of an error about what a `config.json` calls for: fields that it does not give, and for which the model
+    type's defaults were taken."""
+    names = FAMILIES[str(config["model_type"])].left_out(Fields(config))
+    return f" (config.json says nothing of {', '.join(sorted(names))})" if names else ""
+
+
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     """Contents of a `config.json` -> `ModelSpec`. Raises `ConfigError` for what is unknown or unsupported."""
     fields = Fields(config, ranges=RANGES)
@@ -49,6 +56,10 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     if family not in FAMILIES:
         raise fields.unsupported("model_type", family, tuple(sorted(FAMILIES)))
     spec = with_unquantised(FAMILIES[family].read(fields), FAMILIES[family].names.experts)
-    if spec.num_keys > MOST_KEYS:  # also refuses a dense model here, not deep inside
-        raise ConfigError(f"{fields.where}: expected at most {MOST_KEYS} experts in all layers, got {spec.num_keys}")
+    try:
+        keys = spec.num_keys
+    except ConfigError as error:  # a dense model is refused here, not deep inside
+        raise ConfigError(f"{error}{left_out(config)}") from None
+    if keys > MOST_KEYS:
+        raise ConfigError(f"{fields.where}: expected at most {MOST_KEYS} experts in all layers, got {keys}")
     return spec

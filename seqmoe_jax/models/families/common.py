@@ -54,6 +54,10 @@ class Family:
         config = self.text(config)
         return self.spec(config.of({**self.defaults, **config.values}, config.where))
 
+    def left_out(self, config: Fields) -> tuple[str, ...]:
+        """Which of the family's own defaults stand for what the file does not say. Those of all change no tensor."""
+        return tuple(self.defaults.keys() - DEFAULTS.keys() - self.text(config).values.keys())
+
 
 def only(config: Fields, name: str, value: Any) -> None:
     """Raises `ConfigError` unless the field has the one value that is supported, or is absent."""

@@ -158,6 +158,7 @@ GLM4_LITE = Family(
         "topk_group": 1,
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.8,
+        "mlp_layer_types": None,
         "n_shared_experts": 1,
     },
 )

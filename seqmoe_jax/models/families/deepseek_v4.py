@@ -263,6 +263,7 @@ FAMILY = Family(
         "hc_eps": 1e-6,
         "hc_sinkhorn_iters": 20,
         "num_hash_layers": 3,
+        "mlp_layer_types": None,
         "sliding_window": 128,
         "index_n_heads": 64,
         "index_head_dim": 128,

@@ -11,6 +11,14 @@ from seqmoe_jax.models.naming import LAYER, ExpertNames, Names
 from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
 
 KINDS = ("sliding_attention", "full_attention")
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 LIMIT = 7.0  # of what goes into an expert's activation; transformers knows no other
 
 
@@ -19,6 +27,8 @@ def gpt_oss(config: Fields) -> ModelSpec:
     only(config, "hidden_act", "silu")
     only(config, "attention_bias", True)
     only(config, "swiglu_limit", LIMIT)
+    if config.values.get("rope_parameters") is None:
+        config = config.of({**config.values, "rope_parameters": YARN}, config.where)
     norm = rms_norm(config, rounding="late")
     full = gqa(config, norm=norm, qkv_bias=True, o_bias=True, sinks=True)
     sliding = replace(full, sliding_window=config.size("sliding_window"))
@@ -42,15 +52,8 @@ FAMILY = Family(
         **DEFAULTS,
         "rms_norm_eps": 1e-5,
         "rope_theta": 150000.0,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
         "attention_bias": True,
         "sliding_window": 128,
+        "layer_types": None,
     },
 )

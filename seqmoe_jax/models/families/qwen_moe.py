@@ -54,6 +54,6 @@ SHARED = {
     **{f"shared.{name}": f"mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")},
     "shared.weight": "mlp.shared_expert_gate.weight",
 }
-COMMON = {**DEFAULTS, "head_dim": None, "norm_topk_prob": False, "decoder_sparse_step": 1}
+COMMON = {**DEFAULTS, "head_dim": None, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None}
 QWEN3 = Family(spec=qwen3_moe, names=Names(), defaults=COMMON)
 QWEN2 = Family(spec=qwen2_moe, names=Names(layer=LAYER | SHARED), defaults={**COMMON, "qkv_bias": True})

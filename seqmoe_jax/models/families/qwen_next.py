@@ -104,10 +104,16 @@ DELTA_NET = {
     "mixer.out": "linear_attn.out_proj.weight",
 }
 LAYERS = LAYER | SHARED | DELTA_NET
-COMMON = {**DEFAULTS, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "linear_conv_kernel_dim": 4}
+COMMON = {
+    **DEFAULTS,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": None,
+}
 NEXT = Family(
     spec=qwen3_next,
     names=Names(layer=LAYERS),
-    defaults={**COMMON, "norm_topk_prob": True, "decoder_sparse_step": 1},
+    defaults={**COMMON, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": None},
 )
 QWEN3_5 = Family(spec=qwen3_5_moe, names=Names(layer=LAYERS), text=text_part, defaults=COMMON)
