@@ -19,7 +19,7 @@ def preset_path(name: str) -> Path:
     """The file of a preset. Raises `ConfigError` with the names there are."""
     names = preset_names()
     if name not in names:  # also where a path leads to some other file
-        raise ConfigError(f"unknown preset {name!r}{did_you_mean(name)}: expected one of {', '.join(names)}")
+        raise ConfigError(f"unknown preset {name!r}: expected one of {', '.join(names)}{did_you_mean(name)}")
     return next(place / f"{name}.json" for place in _PLACES if (place / f"{name}.json").is_file())
 
 

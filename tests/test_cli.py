@@ -1,6 +1,8 @@
 """The command line: bad input is one line and exit status 2; good input prints text or JSON."""
 
 import json
+import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import pytest
 from scripts.checks.random_checkpoint import make_config, write_checkpoint
 from seqmoe_jax import __version__
 from seqmoe_jax.cli.main import COMMANDS, main
+from seqmoe_jax.cli.terminal import text
 from seqmoe_jax.compilation import VARIABLE
 
 
@@ -237,3 +240,146 @@ def test_doctor_says_what_runs(capsys):
     assert "qwen3-30b-a3b-fp8" in report["presets"]
     assert main(["doctor"]) == 0
     assert "kernels: xla" in capsys.readouterr().out
+
+
+def process(*words, redirect="", env=(), **options):
+    """Status and streams of a command that a shell runs."""
+    command = " ".join(shlex.quote(str(word)) for word in (sys.executable, "-m", "seqmoe_jax", *words))
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} {redirect}"], capture_output=True, stdin=subprocess.DEVNULL,
+        env={**os.environ, **dict(env)}, timeout=300, **options,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr.decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("redirect", "status", "words"),
+    [
+        ("| head -c 1", 141, ""),
+        ("> /dev/full", 2, "standard output: No space left on device"),
+        (">&-", 0, ""),
+        ("2>&-", 0, ""),
+        ("<&- >&- 2>&-", 0, ""),
+    ],
+)
+def test_what_is_printed_may_go_nowhere(redirect, status, words):
+    came, _, err = process("plan", redirect=redirect)
+    assert "Traceback" not in err
+    assert "Exception" not in err
+    assert (came, words in err) == (status, True), err
+
+
+def test_help_may_be_cut_short():
+    status, out, err = process("--help", redirect="| head -n 1")
+    assert (status in (0, 141), out.count(b"\n"), err) == (True, 1, "")
+
+
+def test_a_file_is_not_opened_in_place_of_a_closed_stream(tmp_path):
+    """The next file opened would get descriptor 2, and what libraries print there."""
+    code = (
+        "import os; from seqmoe_jax.cli.terminal import open_streams; open_streams(); print(os.open('x', os.O_CREAT))"
+    )
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -c {shlex.quote(code)} 2>&- <&-"], cwd=tmp_path, capture_output=True,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    assert int(done.stdout) > 2
+
+
+def test_a_terminal_of_any_encoding_gets_replacement_characters(checkpoint):
+    words = ["generate", checkpoint, "--prompt", "Hi 🙂 é", "--max-new-tokens", 2, "--residency", 0.5]
+    latin = process(*words, env={"PYTHONIOENCODING": "latin-1"}.items())
+    assert latin[0] == 0
+    assert latin[1].startswith(b"Hi ? \xe9")
+    # A locale that is not UTF-8, where the words of the command line are no text for Python.
+    plain = process(*words, env={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}.items())
+    assert plain[0] == 0
+    assert plain[1].startswith(b"Hi ? ?")
+
+
+def test_words_that_are_no_utf_8_are_text_with_replacement_characters():
+    assert text("Hi \udcf0\udc9f\udc99\udc82 \udcff") == "Hi 🙂 \ufffd"
+    assert text("Hi 🙂") == "Hi 🙂"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["genrate"], "invalid choice: 'genrate'"),
+        (["generate"], "required: --prompt"),
+        (["generate", "--promt", "a"], "unknown option --promt; did you mean --prompt?"),
+        (["generate", "--prompt", "a", "--residencey=1"], "unknown option --residencey; did you mean --residency"),
+        (["generate", "--prompt", "-a"], "--option=-TEXT"),
+        (["generate", "--prompt", "a", "--residency", "nan"], "must be a number in (0, 1] or 'least', got 'nan'"),
+        (["generate", "--prompt", "a", "--temperature", "inf"], "--temperature: must be a number"),
+        (["generate", "--prompt", "a", "--seed", "9" * 5000], "--seed: must be a whole number"),
+        (["generate", "demoo", "--prompt", "a"], "did you mean demo?"),
+        (["generate", "qwen3-30b-a3b", "--prompt", "a"], "is a preset: add --random-weights"),
+        (["generate", "gpt-oss-20", "--prompt", "a"], "did you mean gpt-oss-20b"),
+        (["generate", "gpt-oss-20", "--prompt", "a", "--random-weights"], "did you mean gpt-oss-20b"),
+        (["generate", "../configs/gpt-oss-20b", "--prompt", "a", "--random-weights"], "unknown preset '../configs"),
+        (["trace", "--prompts", "none.txt", "--out", "/dev/null"], "/dev/null is a device"),
+        (["trace", "--prompts", "none.txt", "--out", ""], "expected the name of a file to write, got ''"),
+        (["trace", "--prompts", "none.txt", "--out", "T.npz"], "no such file"),
+        (["trace", "--prompts", "none.txt", "--out", "T.npz", "--batch", "9"], "--batch: must be from 1 to 8, got 9"),
+        (["train-predictor", "none.npz", "--out", "/dev/null"], "/dev/null is no directory"),
+        (["simulate", "none.npz", "--residency", "0"], "--residency: must be above 0 and at most 1, got 0"),
+        (["simulate", "none.npz", "--residency", "1", "--transfer-cost", "-1"], "--transfer-cost: must be above 0"),
+        (["simulate", "none.npz", "--residency", "1", "--horizon", "-1"], "--horizon: must be from 0"),
+        (["bench", "--steps", "0"], "--steps: must be from 1"),
+        (["bench", "--out", "."], ". is a directory"),
+    ],
+)
+def test_plausible_mistakes_are_one_line(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert (said.out, len(said.err.splitlines())) == ("", 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_cache_directory_is_taken_for_the_current_one(checkpoint, capsys, monkeypatch):
+    import jax
+
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv(VARIABLE, "")
+    assert main(["doctor"]) == 0
+    assert f"compilation cache: {VARIABLE} is empty" in capsys.readouterr().out
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        status, _, err = run(capsys, checkpoint, "--prompt", "a", "--json")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert (status, err) == (2, f"seqmoe: {VARIABLE} is empty: set it to a directory, or unset it\n")
+
+
+def test_a_device_that_is_not_there_is_one_line():
+    status, out, err = process("doctor", env={"JAX_PLATFORMS": "magic"}.items())
+    assert (status, out, len(err.splitlines())) == (2, b"", 1)
+    assert "JAX finds no device (JAX_PLATFORMS is 'magic')" in err
+
+
+@pytest.mark.parametrize("module", ["seqmoe_jax.cli.generate", "seqmoe_jax.api", "jax"])
+def test_an_interrupt_is_status_130_wherever_it_comes(module):
+    """While a module is imported, too: what is raised there may be another error, caused by it."""
+    code = f"""if True:
+        import builtins, sys
+        from seqmoe_jax.__main__ import main
+        real = builtins.__import__
+        class Interrupting:
+            def __set_name__(self, owner, name):
+                raise KeyboardInterrupt
+        def importing(name, *rest):
+            if name == {module!r} or name == "importlib" and {module!r} in str(rest):
+                type("Made", (), {{"field": Interrupting()}})
+            return real(name, *rest)
+        builtins.__import__ = importing
+        sys.argv[1:] = ["generate", "demo", "--prompt", "a"]
+        main()
+    """
+    if module == "seqmoe_jax.cli.generate":
+        code = code.replace("real = builtins", "import seqmoe_jax.cli.main as command\n        real = builtins")
+        code = code.replace("builtins.__import__ = importing", "command.import_module = importing")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (130, "seqmoe: interrupted\n")

@@ -1,7 +1,5 @@
 """`python -m seqmoe_jax.cli`."""
 
-import sys
+from seqmoe_jax.cli.main import run_process
 
-from seqmoe_jax.cli.main import main
-
-sys.exit(main())
+run_process()

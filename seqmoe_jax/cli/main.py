@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-import re
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from seqmoe_jax import __version__
 from seqmoe_jax.cli.terminal import BROKEN_PIPE, flushed, open_streams
@@ -47,18 +47,27 @@ COMMANDS = (
 class Parser(argparse.ArgumentParser):
     """One whose faults are one line, without the usage before it, which is longer than any terminal."""
 
+    command: Parser | None = None  # that of the command that is used, where this is the parser of all
+    given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.given = args or ()
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
-        unknown = re.match(r"unrecognized arguments: (-[^ =]+)", message)
-        if message.endswith("expected one argument"):
+        command = self.command or self
+        known = list(command._option_string_actions)
+        words = [word.split("=")[0] for word in command.given if word.startswith("--") and word != "--"]
+        unknown = [word for word in words if not any(option.startswith(word) for option in known)]
+        if unknown:  # before what is missing because of it
+            close = difflib.get_close_matches(unknown[0], known, n=2)
+            message = f"unknown option {unknown[0]}" + (f"; did you mean {' or '.join(close)}?" if close else "")
+        elif message.endswith("expected one argument"):
             message += " (a text that begins with - is written --option=-TEXT)"
-        if unknown and (close := difflib.get_close_matches(unknown[1], self.known)):
-            message += f"; did you mean {' or '.join(close)}?"
-        raise ConfigError(f"{message} (see {self.prog} --help)")
-
-    known: Sequence[str] = ()  # options of the command that is used
+        raise ConfigError(f"{message} (see {command.prog} --help)")
 
 
-def build_parser(used: str | None = None) -> argparse.ArgumentParser:
+def build_parser(used: str | None = None) -> Parser:
     """The parser of all commands, with the arguments of the one that is `used`."""
     parser = Parser(
         prog="seqmoe", description="Mixture-of-Experts models with most experts outside device memory, exactly."
@@ -72,7 +81,7 @@ def build_parser(used: str | None = None) -> argparse.ArgumentParser:
             module = import_module(f"seqmoe_jax.{command.module}")
             getattr(module, command.arguments)(each)
             each.set_defaults(run=getattr(module, command.run))
-            parser.known = list(each._option_string_actions)
+            parser.command = each
     return parser
 
 
@@ -93,10 +102,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(one_line(str(error)), 2)
     except MemoryError:
         return _say("this machine's memory is not enough", 2)
-    except RuntimeError as error:
-        if "initialize backend" not in str(error):
+    except Exception as error:
+        if _was_interrupt(error):
+            return _say("interrupted", 130)
+        if not _is_of_devices(error):
             raise
-        return _say(one_line(str(error)), 2)  # JAX_PLATFORMS names a device that is not there
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        return _say(
+            f"JAX finds no device (JAX_PLATFORMS is {asked!r}): {one_line(str(error)) or 'is it installed?'}", 2
+        )
+
+
+def run_process() -> NoReturn:
+    """Runs the command that the process was started for, and ends the process.
+
+    After a fault or an interrupt at once: threads of JAX may still be at work, and would abort where Python ends below
+    them. Nothing is lost by that, since everything that is to be cleaned up is so on the way here.
+    """
+    status = main()
+    if status:
+        os._exit(status)
+    sys.exit(0)
 
 
 def _run(words: Sequence[str]) -> int:
@@ -107,6 +133,20 @@ def _run(words: Sequence[str]) -> int:
         return 0
     _let_jax_use_memory()
     return int(args.run(args))
+
+
+def _was_interrupt(error: BaseException) -> bool:
+    """Python turns an interrupt in the making of a class into another error, and so do callbacks."""
+    chain: BaseException | None = error
+    while chain is not None and not isinstance(chain, KeyboardInterrupt):
+        chain = chain.__cause__ or chain.__context__
+    return chain is not None
+
+
+def _is_of_devices(error: BaseException) -> bool:
+    """Whether JAX raised it when it looked for devices."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return frames[-1][0].f_code.co_filename.endswith("xla_bridge.py")
 
 
 def _say(what: str, status: int) -> int:

@@ -8,6 +8,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from seqmoe_jax.errors import OutputError
+from seqmoe_jax.outputs.files import reason_of
+
 BROKEN_PIPE = 141  # the exit status of a program that SIGPIPE ends
 
 
@@ -28,15 +31,17 @@ def open_streams() -> None:
 
 @contextmanager
 def flushed() -> Iterator[None]:
-    """What was printed has gone out at the end, where a fault of it can be told."""
+    """What was printed has gone out at the end, where a fault of it can be told. Raises `OutputError`."""
     try:
         try:
             yield
         finally:
             sys.stdout.flush()
-    except OSError:
+    except OSError as error:
         _print_nowhere()
-        raise
+        if error.filename is not None or isinstance(error, BrokenPipeError):
+            raise
+        raise OutputError(f"standard output: {reason_of(error)}") from error
 
 
 def _print_nowhere() -> None:

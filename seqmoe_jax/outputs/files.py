@@ -32,14 +32,17 @@ def check_file(path: str | os.PathLike[str], *, needed: int = 0) -> None:
 
 
 @contextmanager
-def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def writing(path: str | os.PathLike[str], *, beside: Path | None = None) -> Iterator[BinaryIO]:
     """A file to write to, which gets the name `path` once the block has ended without an error, else leaves nothing.
+
+    Until then it is in `beside`, a directory of the same file system, or where it will be: there a process that is
+    killed leaves it.
 
     A link is followed and what it leads to replaced. A new file's permissions follow the umask; one that is replaced
     leaves its own. Raises `OutputError`, also for a disk that is full.
     """
     target = _target(path)
-    partial = partial_name(target.parent)
+    partial = partial_name(target.parent if beside is None else beside)
     try:
         # Not `tempfile`, which makes files that nobody else may read.
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -73,24 +76,30 @@ def check_directory_takes(directory: Path, path: str | os.PathLike[str], needed:
     if not directory.is_dir():
         is_file = directory.exists()
         raise OutputError(f"{path}: {directory} is no directory" if is_file else f"{path}: no directory {directory}")
-    probe = partial_name(directory)
     try:
-        with probe.open("xb") as file:
+        with open(_open_probe(directory), "wb") as file:
             file.write(bytes(PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())
         room = os.statvfs(directory)
     except OSError as error:
         raise OutputError(f"{path}: nothing can be written into {directory}: {reason_of(error)}") from error
-    finally:
-        with suppress(OSError):
-            probe.unlink()
     free = room.f_bavail * room.f_frsize
     if free < needed:
         raise OutputError(
             f"{path}: needs about {needed / 1e6:.0f} MB, but {directory} has {free / 1e6:.0f} MB free; make room, or "
             "write elsewhere"
         )
+
+
+def _open_probe(directory: Path) -> int:
+    """A file without a name, which nobody has to remove."""
+    with suppress(OSError, AttributeError):  # not every file system has them
+        return os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    probe = partial_name(directory)
+    descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    probe.unlink()
+    return descriptor
 
 
 def reason_of(error: OSError) -> str:

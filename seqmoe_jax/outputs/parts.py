@@ -35,11 +35,16 @@ def parts_of(out: Path, run: Run, *, force: bool, restart: bool = False) -> Iter
     try:
         _claim(directory, run, force=force, restart=restart)
         yield directory
-        shutil.rmtree(directory, ignore_errors=True)
+        _remove(_kept(directory))
     finally:
-        if {path.name for path in directory.glob("*")} <= {LOCK, RUN}:  # nothing was finished
-            shutil.rmtree(directory, ignore_errors=True)
-        os.close(lock)
+        try:
+            if not _kept(directory):  # all is done, or nothing
+                # In this order: whoever is killed leaves no parts that do not say whose they are.
+                _remove([directory / RUN, directory / LOCK])
+                with suppress(OSError):  # another process has taken it already
+                    directory.rmdir()
+        finally:
+            os.close(lock)
 
 
 def parts_directory(out: Path) -> Path:
@@ -67,15 +72,25 @@ def _claim(directory: Path, run: Run, *, force: bool, restart: bool) -> None:
     """Leaves parts of this run alone in the directory."""
     there = directory / RUN
     other = differences(_run_of(there), run)
-    kept = [path for path in directory.iterdir() if path.name not in (LOCK, RUN)]
+    _remove(list(directory.glob("*.partial")))  # what a process was writing when it was killed
+    kept = _kept(directory)
     if kept and other and not (force or restart):
         raise OutputError(
             f"{directory} has parts of another run ({other}): --force begins anew, or choose another name"
         )
     if other or restart:
-        for path in kept:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        _remove(kept)
     write_text(there, to_json(run))
+
+
+def _kept(directory: Path) -> list[Path]:
+    return [path for path in directory.glob("*") if path.name not in (LOCK, RUN)]
+
+
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
+        with suppress(FileNotFoundError):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _run_of(path: Path) -> Run:

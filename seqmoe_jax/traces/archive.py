@@ -11,6 +11,7 @@ import math
 import os
 import zipfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,7 +110,9 @@ def read_text(path: str | os.PathLike[str], name: str) -> str | None:
     return str(array) if array.dtype.kind == "U" and array.ndim == 0 else None
 
 
-def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Any], *, compressed: bool) -> None:
-    """The file appears whole or not at all. Raises `OutputError`."""
-    with writing(path) as file:
+def write_arrays(
+    path: str | os.PathLike[str], arrays: Mapping[str, Any], *, compressed: bool, beside: Path | None = None
+) -> None:
+    """The file appears whole or not at all; until then it is in the directory `beside`. Raises `OutputError`."""
+    with writing(path, beside=beside) as file:
         (np.savez_compressed if compressed else np.savez)(file, **arrays)

@@ -30,6 +30,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -229,8 +230,11 @@ def read_run(path: str | os.PathLike[str]) -> Run | None:
     return {} if said is None else from_json(said)
 
 
-def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
-    """Validates and writes; the file appears whole or not at all. Raises `TraceError` or `OutputError`."""
+def write_trace(path: str | os.PathLike[str], trace: Trace, *, beside: Path | None = None) -> None:
+    """Validates and writes; the file appears whole or not at all, until then it is in the directory `beside`.
+
+    Raises `TraceError` or `OutputError`.
+    """
     taken = set(trace.metadata) & {*REQUIRED, *OPTIONAL}
     if taken:
         raise TraceError(f"metadata may not use the names of fields: {', '.join(sorted(taken))}")
@@ -240,4 +244,4 @@ def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
     arrays |= {name: np.asarray(array) for name, array in trace.metadata.items()}
     check_headers(arrays)
     check_arrays(arrays)
-    write_arrays(path, arrays, compressed=True)
+    write_arrays(path, arrays, compressed=True, beside=beside)

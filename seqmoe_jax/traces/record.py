@@ -98,7 +98,7 @@ def record(
         if not files:
             raise PromptError("every continuation ended at its first token: there is no decode step to record")
         trace = join([read_trace(path) for path in files])
-        write_trace(out, trace)
+        write_trace(out, trace, beside=parts)
     return trace
 
 
