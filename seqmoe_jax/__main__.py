@@ -2,13 +2,17 @@
 
 import sys
 
+from seqmoe_jax.errors import was_interrupt
+
 
 def main() -> None:
     try:
         from seqmoe_jax.cli.main import run_process  # takes a while, in which somebody may interrupt it
 
         run_process()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Exception) as error:
+        if not was_interrupt(error):
+            raise
         print("seqmoe: interrupted", file=sys.stderr)
         sys.exit(130)
 

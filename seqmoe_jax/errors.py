@@ -64,3 +64,11 @@ class ServerError(SeqMoEError):
 
 class ProfileError(SeqMoEError):
     """A profile says nothing of the device, because its backend makes none."""
+
+
+def was_interrupt(error: BaseException) -> bool:
+    """Python turns an interrupt in the making of a class into another error, and so do callbacks."""
+    chain: BaseException | None = error
+    while chain is not None and not isinstance(chain, KeyboardInterrupt):
+        chain = chain.__cause__ or chain.__context__
+    return chain is not None

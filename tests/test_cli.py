@@ -150,7 +150,7 @@ def test_tokens_beyond_the_vocabulary_of_the_tokenizer_never_come(checkpoint, ca
         (["--prompt", "a", "--device-memory", "much"], "memory size"),
         (["--prompt", "a", "--device-memory", "1MB"], "needs at least"),
         (["--prompt", "a", "--temperature", "-1"], "temperature"),
-        (["--prompt", "a", "--max-new-tokens", "0"], "at least 1"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "an integer from 1"),
         (["--prompt", "a", "--dtype", "int4"], "dtype"),
         (["--prompt", "a", "--stop", ""], "stop"),
     ],
@@ -371,7 +371,7 @@ def test_an_interrupt_is_status_130_wherever_it_comes(module):
             def __set_name__(self, owner, name):
                 raise KeyboardInterrupt
         def importing(name, *rest):
-            if name == {module!r} or name == "importlib" and {module!r} in str(rest):
+            if name == {module!r}:
                 type("Made", (), {{"field": Interrupting()}})
             return real(name, *rest)
         builtins.__import__ = importing

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from seqmoe_jax import __version__
 from seqmoe_jax.cli.terminal import BROKEN_PIPE, flushed, open_streams
-from seqmoe_jax.errors import ConfigError, SeqMoEError, one_line
+from seqmoe_jax.errors import ConfigError, SeqMoEError, one_line, was_interrupt
 
 
 class Command(NamedTuple):
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError:
         return _say("this machine's memory is not enough", 2)
     except Exception as error:
-        if _was_interrupt(error):
+        if was_interrupt(error):
             return _say("interrupted", 130)
         if not _is_of_devices(error):
             raise
@@ -133,14 +133,6 @@ def _run(words: Sequence[str]) -> int:
         return 0
     _let_jax_use_memory()
     return int(args.run(args))
-
-
-def _was_interrupt(error: BaseException) -> bool:
-    """Python turns an interrupt in the making of a class into another error, and so do callbacks."""
-    chain: BaseException | None = error
-    while chain is not None and not isinstance(chain, KeyboardInterrupt):
-        chain = chain.__cause__ or chain.__context__
-    return chain is not None
 
 
 def _is_of_devices(error: BaseException) -> bool:
