@@ -113,13 +113,16 @@ def settings():
     """Settings of engines that differ in what is compiled, or held."""
     choices = itertools.product(
         (1.0, 0.8, 0.6, 0.5), ("seqmoe", "lru", "lfu", "prefill-hot", "full"), ("none", "device_put"), (1, 2),
-        (0.0, 0.7), (64, 128),
+        (0.0, 0.7), (64, 128, 256),
     )  # fmt: skip
     for residency, policy, transfers, batch, temperature, context in choices:
-        options = EngineOptions(
-            residency=residency, policy=policy, transfers=transfers, max_batch=batch, context=context
-        )
-        yield options, SamplingConfig(temperature=temperature)
+        if policy == "seqmoe" or transfers == "none":
+            yield (
+                EngineOptions(
+                    residency=residency, policy=policy, transfers=transfers, max_batch=batch, context=context
+                ),
+                SamplingConfig(temperature=temperature),
+            )
 
 
 @pytest.mark.slow

@@ -49,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     ended = False
     with suppress(KeyboardInterrupt):  # once more
         ended = service.scheduler.join(0 if server.force_exit else LAST_STEP)
+    if ended:
+        engine.close()
     print("seqmoe: ended", file=sys.stderr, flush=True)
     if not ended:  # it compiles, which nothing can interrupt and Python would wait for
         os._exit(0)
