@@ -55,8 +55,10 @@ class Family:
         return self.spec(config.of({**self.defaults, **config.values}, config.where))
 
     def left_out(self, config: Fields) -> tuple[str, ...]:
-        """Which of the family's own defaults stand for what the file does not say. Those of all change no tensor."""
-        return tuple(self.defaults.keys() - DEFAULTS.keys() - self.text(config).values.keys())
+        """Which of the family's defaults stand for what the file does not say, as far as they can decide which tensors
+        there are."""
+        of_all = DEFAULTS.keys() - {"attention_bias", "tie_word_embeddings"}  # the others change no tensor
+        return tuple(self.defaults.keys() - of_all - self.text(config).values.keys())
 
 
 def only(config: Fields, name: str, value: Any) -> None:
