@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+from collections import OrderedDict
 from contextlib import closing
 from pathlib import Path
 
@@ -27,8 +28,9 @@ def double(x):
 
 @pytest.fixture
 def few(monkeypatch):
-    """No more than 3 programs are kept beside those of other tests."""
-    monkeypatch.setattr(programs, "MOST_LIVE", len(programs._live) + 3)
+    """No more than 3 programs are kept, those of other tests aside."""
+    monkeypatch.setattr(programs, "MOST_LIVE", 3)
+    monkeypatch.setattr(programs, "_live", OrderedDict())
 
 
 def get(made, size):

@@ -41,6 +41,7 @@ def test_forecast_rows_of_hashed_layers_are_what_the_next_step_routes(model, pre
         forecasts.append(np.array(engine._offload.forecast.probability).reshape(2, 8))
     assert len(set(tokens)) > 3
     [(ids, _)] = engine.routing([PROMPT + tokens])
+    engine.close()
     # Nothing is forecast at the end of the prompt, and nothing comes after the last token.
     for forecast, routed in zip(forecasts[1:-1], ids[len(PROMPT) + 1 : -1], strict=True):
         exact = np.zeros(8)
@@ -64,7 +65,6 @@ def test_a_plan_for_the_coming_step_names_of_hashed_layers_what_it_routes_and_no
 
     monkeypatch.setattr(engine.transfers, "deliver", listen)
     tokens = [event.token for event in engine.run([PROMPT], max_new_tokens=NEW)]
-    engine.close()
     [(ids, _)] = engine.routing([PROMPT + tokens])
     planned = 0
     # The step that processes new token i plans for that of i + 1; nothing comes after the last but one.
