@@ -141,6 +141,7 @@ def _rope(config: Fields, kind: str, head_dim: int) -> Rope:
         values = {"partial_rotary_factor": share, "rope_theta": config.number("rope_theta")}
         if kind == "compress":
             # YaRN's factor for cosines and sines is not used unless it is spelled out.
+            only(rope_group(config), "truncate", True)  # not to was read otherwise than transformers reads it
             theta = config.number("compress_rope_theta")
             values = {"attention_factor": 1.0, **rope_group(config).values, **values, "rope_theta": theta}
     found = rope(config.of({"rope_parameters": values, **context}, config.where), head_dim)
