@@ -16,7 +16,6 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.arithmetic import einsum
-from pallas_kernels.sinkhorn import sinkhorn
 from seqmoe_jax.models.tensors import FLOAT32, Take, Tensor, Tensors
 
 
@@ -104,8 +103,17 @@ class HyperConnection:
         scale = jnp.repeat(weights.scale, jnp.array([s, s, s * s]), total_repeat_length=s * (2 + s))
         pre, post, between = jnp.split(weights(x, self.norm_eps) * scale + weights.base, [s, 2 * s], axis=-1)
         y = _weighted_sum(x, jax.nn.sigmoid(pre) + self.eps)
-        matrices = sinkhorn(between.reshape(-1, s, s), iterations=self.iterations, eps=self.eps)
-        return y, Mixing(2 * jax.nn.sigmoid(post), matrices.reshape(*pre.shape, s))
+        return y, Mixing(2 * jax.nn.sigmoid(post), self._doubly_stochastic(between.reshape(*pre.shape, s)))
+
+    def _doubly_stochastic(self, logits: Float32[Array, "B T S S"]) -> Float32[Array, "B T S S"]:
+        def columns(c: Float32[Array, "B T S S"]) -> Float32[Array, "B T S S"]:
+            return c / (c.sum(axis=-2, keepdims=True) + self.eps)
+
+        def both(_: Any, c: Float32[Array, "B T S S"]) -> Float32[Array, "B T S S"]:
+            return columns(c / (c.sum(axis=-1, keepdims=True) + self.eps))
+
+        start = columns(jax.nn.softmax(logits, axis=-1) + self.eps)
+        return lax.fori_loop(0, self.iterations - 1, both, start)
 
     def leave(self, x: Float[Array, "B T S H"], y: Float[Array, "B T H"], mixing: Mixing) -> Float[Array, "B T S H"]:
         """Stream k becomes post_k y + sum_j streams[j, k] x_j: the matrix is used transposed."""
