@@ -37,7 +37,7 @@ from seqmoe_jax.models.weights import ModelWeights
 from seqmoe_jax.options import EngineOptions, SamplingConfig, check_policy, parse_bytes
 from seqmoe_jax.prefetch.engine import TransferCounts
 from seqmoe_jax.prefetch.factory import make_transfers
-from seqmoe_jax.prefill.lengths import capacity_of
+from seqmoe_jax.prefill.lengths import capacity_of, lanes_for
 from seqmoe_jax.prefill.programs import begin_decoding, first_token
 from seqmoe_jax.prefill.reader import PromptReader, SequenceRouting
 from seqmoe_jax.programs import Programs, owned, shapes_of
@@ -286,7 +286,7 @@ class TokenEngine:
         eos_token_ids: Sequence[int],
     ) -> Iterator[TokenEvent]:
         started, compiled_before, transferred_before = time.perf_counter(), self.programs.compile_s, self._transferred()
-        size = 1 << (len(prompts) - 1).bit_length()  # few batch sizes are compiled; the rest is padding that is done
+        size = lanes_for(len(prompts))  # the rest is padding that is done
         params, *alone, eos_ids = jax.device_put(
             (SamplingParams.of(sampling, size), *(SamplingParams.of([each], 1) for each in sampling),
              np.array(list(eos_token_ids) or [-1], np.int32)), self.device

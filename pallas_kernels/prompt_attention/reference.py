@@ -79,7 +79,7 @@ def prompt_attention(
     return out.reshape(batch, length, heads, -1)
 
 
-def workspace_bytes(batch: int, length: int, heads: int) -> int:
+def attention_bytes(batch: int, length: int, heads: int) -> int:
     """Upper estimate of the temporaries: scores of a tile, their powers and what is made of them."""
     return 3 * 4 * batch * heads * min(length, QUERIES) * KEYS
 

@@ -15,7 +15,7 @@ from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.options import MAX_BATCH, Residency
 from seqmoe_jax.prefill import lengths
 from seqmoe_jax.prefill.experts import ROWS_PER_BLOCK
-from seqmoe_jax.prefill.lengths import PASS_CHUNKS, bucket, capacity_of
+from seqmoe_jax.prefill.lengths import PASS_CHUNKS, bucket, capacity_of, lanes_for
 
 DEFAULT_CONTEXT = 4096  # memory is planned for the whole context: a longer one has to be asked for
 
@@ -56,11 +56,18 @@ def dense_bytes(spec: ModelSpec, activations: np.dtype | type) -> int:
 
 
 def state_bytes(spec: ModelSpec, batch: int, context: int, activations: np.dtype | type) -> int:
-    """The size of what the mixers keep of the sequences' past."""
-    init = partial(
-        empty_sequences, spec=spec, batch=batch, capacity=capacity_of([context], [0]), dtype=np.dtype(activations)
-    )
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(init).states))
+    """The size of what the mixers keep of the sequences' past.
+
+    Of several sequences each is read by itself, and the layers are joined one after another: then one layer is there
+    twice.
+    """
+    lanes = lanes_for(batch)
+    capacity, dtype = capacity_of([context], [0]), np.dtype(activations)
+    init = partial(empty_sequences, spec=spec, batch=lanes, capacity=capacity, dtype=dtype)
+    layers = [
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) for state in jax.eval_shape(init).states
+    ]
+    return sum(layers) + (max(layers) if lanes > 1 else 0)
 
 
 def workspace_bytes(spec: ModelSpec, batch: int, context: int, pass_chunks: int = PASS_CHUNKS[-1]) -> int:

@@ -55,6 +55,11 @@ def passes_of(lengths: Sequence[int], pass_chunks: int = PASS_CHUNKS[-1]) -> Ite
     yield Pass(bucket(end), chunks)
 
 
+def lanes_for(sequences: int) -> int:
+    """Sequences that a batch has room for: a power of two, so that few sizes are compiled."""
+    return 1 << (sequences - 1).bit_length()
+
+
 def kv_capacity(length: int) -> int:
     """Positions of KV allocated for a sequence of `length`."""
     if length <= 4096:

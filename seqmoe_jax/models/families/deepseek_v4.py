@@ -141,9 +141,9 @@ def _rope(config: Fields, kind: str, head_dim: int) -> Rope:
         values = {"partial_rotary_factor": share, "rope_theta": config.number("rope_theta")}
         if kind == "compress":
             # YaRN's factor for cosines and sines is not used unless it is spelled out.
-            only(rope_group(config), "truncate", True)  # not to was read otherwise than transformers reads it
             theta = config.number("compress_rope_theta")
             values = {"attention_factor": 1.0, **rope_group(config).values, **values, "rope_theta": theta}
+    only(config.of(values, config.where), "truncate", True)  # transformers looks for it outside of both, and truncates
     found = rope(config.of({"rope_parameters": values, **context}, config.where), head_dim)
     return replace(found, layout="pairs", rotated="last")
 
@@ -259,6 +259,7 @@ FAMILY = Family(
     dialects=(SAVED, SAVED_WITHOUT_HEAD, OWN),
     defaults={
         **DEFAULTS,
+        "compress_rates": {},
         "compress_rope_theta": 160000.0,
         "hc_mult": 4,
         "hc_eps": 1e-6,

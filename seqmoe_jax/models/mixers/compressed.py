@@ -10,22 +10,25 @@ o_groups, R = o_lora_rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from pallas_kernels.arithmetic import einsum, linear, softmax
 from pallas_kernels.backend import Implementation
 from seqmoe_jax.models import ring
-from seqmoe_jax.models.mixers.attend import QUERY_BLOCK, in_query_blocks
 from seqmoe_jax.models.mixers.compressor import Compressor, CompressorState, CompressorWeights, Indexer, IndexerWeights
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.rope import Rope
 from seqmoe_jax.models.tensors import FLOAT32, Take, Tensor, Tensors, below, take_below
+
+QUERY_BLOCK = 256  # queries of a chunk that are scored at once: bounds the score matrix
 
 
 class CompressedWeights(NamedTuple):
@@ -163,7 +166,7 @@ class CompressedAttention:
                 chosen = self.indexer.queries(x, latent, positions, weights.indexer)
         entries = None if compressed is None else compressed.entries
         keys = _Keys(seen, where, entries, None if index is None else index.entries)
-        out = in_query_blocks(
+        out = _in_query_blocks(
             lambda q, at, chosen: self._attend(q, at, chosen, keys, weights.sinks), q, positions, chosen
         )
         out = self.rope(out, positions, inverse=True).reshape(*x.shape[:2], self.o_groups, -1)
@@ -208,3 +211,16 @@ def _unit(x: Float[Array, "*batch D"], eps: float) -> Float[Array, "*batch D"]:
     """RMS norm without a weight; the reciprocal root is rounded before it multiplies, as in transformers."""
     x32 = x.astype(jnp.float32)
     return x * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps).astype(x.dtype)
+
+
+def _in_query_blocks(attend: Callable[..., Float[Array, "B t *out"]], *queries: Any) -> Float[Array, "B T *out"]:
+    """`attend` over blocks of axis 1 of `queries` (pytrees of `[B, T, ...]`: the queries and what goes with each)."""
+    length = jax.tree.leaves(queries)[0].shape[1]
+    if length <= QUERY_BLOCK or length % QUERY_BLOCK:
+        return attend(*queries)
+
+    def split(array: Shaped[Array, "B T *item"]) -> Shaped[Array, "n B t *item"]:
+        return array.reshape(array.shape[0], -1, QUERY_BLOCK, *array.shape[2:]).swapaxes(0, 1)
+
+    out = lax.map(lambda block: attend(*block), jax.tree.map(split, queries)).swapaxes(0, 1)
+    return out.reshape(out.shape[0], length, *out.shape[3:])

@@ -21,8 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.arithmetic import einsum, linear, softmax
 from pallas_kernels.backend import Implementation
-from pallas_kernels.prompt_attention import prompt_attention, unfit_sizes
-from pallas_kernels.prompt_attention.reference import workspace_bytes as attention_bytes
+from pallas_kernels.prompt_attention import attention_bytes, prompt_attention, unfit_sizes
 from seqmoe_jax.models.layers import write_barrier
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.rope import Rope
