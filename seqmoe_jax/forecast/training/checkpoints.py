@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import gc
-import sys
+import json
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 
 from seqmoe_jax.errors import OutputError, PredictorError
 from seqmoe_jax.forecast.training.update import TrainState
+from seqmoe_jax.inputs import is_file, read_json
+from seqmoe_jax.outputs.files import write_text
 
 KEPT = 2
+# In the directory of a checkpoint, written last: the CRC-32 of each of its files.
+CHECKSUMS = "checksums.json"
 
 
 class Checkpoints:
@@ -34,13 +35,15 @@ class Checkpoints:
     ) -> None:
         """Raises `OutputError`: those written before stay."""
         leaves = _arrays(state, best_params)
-        story = {"best": best, "best_update": best_update, "history": history, "digest": _digest(leaves)}
+        story = {"best": best, "best_update": best_update, "history": history}
         arrays = ocp.args.StandardSave(leaves)
         try:
             self._manager.save(
                 int(state.update), args=ocp.args.Composite(arrays=arrays, story=ocp.args.JsonSave(story))
             )
             self._manager.wait_until_finished()
+            written = self._directory / str(int(state.update))
+            write_text(written / CHECKSUMS, json.dumps(_checksums(written)))
         except Exception as error:  # a full disk has several types and long messages here
             reason = " ".join(str(error).split())[-200:]
             raise OutputError(
@@ -68,22 +71,15 @@ class Checkpoints:
         return state, best, best_update, best_params, history
 
     def _read(self, step: int, shapes: dict[str, Any]) -> tuple[dict[str, Any], float, int, list[dict[str, float]]]:
-        """Raises `ValueError`, short, for whatever orbax and what it is made of raise over damaged files."""
+        """Raises `ValueError`, short, for damaged files and whatever orbax and what it is made of raise over them."""
         args = ocp.args.Composite(arrays=ocp.args.StandardRestore(shapes), story=ocp.args.JsonRestore())
-        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
         try:
+            _check(self._directory / str(step))
             got = self._manager.restore(step, args=args)
             arrays, story = got["arrays"], got["story"]
-            if story["digest"] == _digest(arrays):
-                return arrays, float(story["best"]), int(story["best_update"]), list(story["history"])
-            reason = "its arrays are not those that were written"
+            return arrays, float(story["best"]), int(story["best_update"]), list(story["history"])
         except Exception as error:
-            reason = " ".join(str(error).split())[:100]
-        finally:
-            # The reads that orbax has begun end with the error that held them, with pages on standard error.
-            gc.collect()
-            sys.unraisablehook = hook
-        raise ValueError(reason)
+            raise ValueError(" ".join(str(error).split())[:100]) from None
 
 
 def _arrays(state: TrainState, best_params: Any) -> dict[str, Any]:
@@ -91,12 +87,25 @@ def _arrays(state: TrainState, best_params: Any) -> dict[str, Any]:
     return {f"{index:04d}": leaf for index, leaf in enumerate(jax.tree.leaves((state, best_params)))}
 
 
-def _digest(arrays: Mapping[str, Any]) -> int:
-    """Of the bytes of all arrays: what a disk got wrong in the middle of one shows nowhere else."""
-    digest = 0
-    for name in sorted(arrays):
-        digest = zlib.crc32(np.ascontiguousarray(arrays[name]).view(np.uint8).data, digest)
-    return digest
+def _checksums(directory: Path) -> dict[str, int]:
+    """Of every file in the directory of a checkpoint, by its path in there."""
+    paths = (path for path in directory.rglob("*") if path.is_file() and path.name != CHECKSUMS)
+    return {str(path.relative_to(directory)): zlib.crc32(path.read_bytes()) for path in paths}
+
+
+def _check(directory: Path) -> None:
+    """Raises `ValueError` for files that are not as they were written.
+
+    Before orbax sees them: it does not notice what a disk got wrong in the middle of an array, and of what it notices
+    the reads it has begun go on in threads, which write pages on standard error. A process that was killed between the
+    last file and the checksums leaves none; such a checkpoint is read as it is.
+    """
+    if not is_file(directory / CHECKSUMS):
+        return
+    found, expected = _checksums(directory), read_json(directory / CHECKSUMS, error=PredictorError)
+    changed = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    if changed:
+        raise ValueError(f"{changed[0]} is not as it was written")
 
 
 def checkpoint_bytes(state: Any) -> int:
