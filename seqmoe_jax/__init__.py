@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from seqmoe_jax.options import EngineOptions, GenerateOptions, SamplingConfig
     from seqmoe_jax.stats import Stats
+    from seqmoe_jax.zoo.engine import from_nnx
 
 _NAMES = {
     "api": ("Engine", "Generation", "generate", "load"),
@@ -33,13 +34,14 @@ _NAMES = {
     ),
     "options": ("EngineOptions", "GenerateOptions", "SamplingConfig"),
     "stats": ("Stats",),
+    "zoo.engine": ("from_nnx",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "CheckpointError", "ConfigError", "Engine", "EngineError", "EngineOptions", "GenerateOptions", "Generation",
     "NonFiniteError", "OutputError", "PredictorError", "ProfileError", "PromptError", "ResidencyError",
-    "SamplingConfig", "SeqMoEError", "ServerError", "Stats", "TraceError", "generate", "load",
+    "SamplingConfig", "SeqMoEError", "ServerError", "Stats", "TraceError", "from_nnx", "generate", "load",
 ]  # fmt: skip
 __version__ = "0.1.0"
 

@@ -10,6 +10,9 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Unpack, overload
 
+import numpy as np
+from jaxtyping import Array, Integer
+
 from seqmoe_jax.checkpoints.resolve import read_config
 from seqmoe_jax.compilation import enable_compilation_cache
 from seqmoe_jax.engine import TokenEngine
@@ -23,6 +26,7 @@ from seqmoe_jax.stats import Stats
 from seqmoe_jax.text import (
     ByteTokenizer,
     Chat,
+    TokenIds,
     Tokenizer,
     chat_of,
     encode_prompt,
@@ -31,6 +35,8 @@ from seqmoe_jax.text import (
     open_tokenizer,
 )
 
+TokenPrompt = Sequence[int] | Integer[np.ndarray, " T"] | Integer[Array, " T"]  # token ids instead of text
+Prompts = Sequence[str] | Sequence[TokenPrompt]  # decoded together
 Messages = Sequence[Mapping[str, Any]]  # a conversation: [{"role": "user", "content": "Hello"}]
 
 
@@ -101,16 +107,16 @@ class Engine:
         return self.token_engine.last_stats
 
     @overload
-    def generate(self, prompt: str, **options: Unpack[GenerateKeywords]) -> Generation: ...
+    def generate(self, prompt: str | TokenPrompt, **options: Unpack[GenerateKeywords]) -> Generation: ...
     @overload
-    def generate(self, prompt: Sequence[str], **options: Unpack[GenerateKeywords]) -> list[Generation]: ...
+    def generate(self, prompt: Prompts, **options: Unpack[GenerateKeywords]) -> list[Generation]: ...
     @overload
     def generate(self, *, messages: Messages, **options: Unpack[GenerateKeywords]) -> Generation: ...
     @overload
     def generate(self, *, messages: Sequence[Messages], **options: Unpack[GenerateKeywords]) -> list[Generation]: ...
     def generate(
         self,
-        prompt: str | Sequence[str] | None = None,
+        prompt: str | TokenPrompt | Prompts | None = None,
         *,
         messages: Messages | Sequence[Messages] | None = None,
         **options: Unpack[GenerateKeywords],
@@ -118,7 +124,7 @@ class Engine:
         """One prompt in, one `Generation` out; a list in (up to `max_batch`, decoded together), a list out.
 
         Args:
-          prompt: text to continue.
+          prompt: text to continue, or its token ids (a list of integers or an array `[T]`); or several of either.
           messages: instead, a conversation to be answered, `[{"role": "user", "content": ...}]`, or a list of them.
           options: the fields of `GenerateOptions`, which says what they are.
 
@@ -138,11 +144,26 @@ class Engine:
         return results[0] if single else results
 
     def stream(
-        self, prompt: str | None = None, *, messages: Messages | None = None, **options: Unpack[GenerateKeywords]
+        self,
+        prompt: str | TokenPrompt | None = None,
+        *,
+        messages: Messages | None = None,
+        **options: Unpack[GenerateKeywords],
     ) -> Iterator[str]:
         """The same text as `generate` gives for one prompt or one conversation, in pieces as they are decided."""
         requests, _ = self._requests(prompt, messages, GenerateOptions(**options))
         return _texts(self.run(requests))
+
+    def stream_tokens(
+        self,
+        prompt: str | TokenPrompt | None = None,
+        *,
+        messages: Messages | None = None,
+        **options: Unpack[GenerateKeywords],
+    ) -> Iterator[int]:
+        """The same tokens as `generate` gives, an end token included, as they are decided."""
+        requests, _ = self._requests(prompt, messages, GenerateOptions(**options))
+        return _tokens(self.run(requests))
 
     def run(self, requests: Sequence[Request]) -> Run:
         """Requests decoded together, each with its own options; iterate over it for their text as it comes."""
@@ -150,7 +171,7 @@ class Engine:
 
     def request(
         self,
-        prompt: str | Sequence[int] | None = None,
+        prompt: str | TokenPrompt | None = None,
         *,
         messages: Messages | None = None,
         chat_options: Mapping[str, Any] | None = None,
@@ -166,7 +187,9 @@ class Engine:
         self.token_engine.check_open()
         if (prompt is None) == (messages is None):
             raise PromptError("give either a prompt or messages")
-        chat = None
+        if stop and isinstance(self.tokenizer, TokenIds):
+            raise PromptError("stop strings need a tokenizer, and this engine has none; give eos_token_ids instead")
+        chat, prompt = None, _listed(prompt)
         if messages is not None:
             if (chat := self.chat) is None:
                 raise PromptError("this model has no chat template; give a prompt instead of messages")
@@ -176,6 +199,9 @@ class Engine:
             tokens = list(prompt)
             if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in tokens):
                 raise PromptError(f"prompt {index}: expected text or token ids, got a list of something else")
+            vocab = self.token_engine.model.spec.vocab
+            if not all(0 <= token < vocab for token in tokens):  # before a tokenizer sees them
+                raise PromptError(f"prompt {index} has a token id outside the vocabulary of {vocab}")
         else:
             tokens = encode_prompt(self.tokenizer, prompt, index)
         # At least one: a prompt that fills the context is refused where all lengths are.
@@ -186,7 +212,7 @@ class Engine:
 
     def _requests(
         self,
-        prompt: str | Sequence[str] | None,
+        prompt: str | TokenPrompt | Prompts | None,
         messages: Messages | Sequence[Messages] | None,
         options: GenerateOptions,
     ) -> tuple[list[Request], bool]:
@@ -227,7 +253,7 @@ def load(
     eos_ids: tuple[int, ...] = ()
     chat = defaults = None
     fits = partial(check_fits, options=chosen)
-    with _LoadBar(shown, str(model)) as bar:
+    with LoadBar(shown, str(model)) as bar:
         if random_weights:
             loaded = random_model(
                 preset_path(str(model)), dtype=chosen.dtype, name=str(model), progress=bar, check=fits
@@ -244,22 +270,22 @@ def load(
         chosen,
         predictor=find_and_load_predictor(chosen.predictor, loaded) if chosen.policy == "seqmoe" else None,
         vocab=tokenizer.vocab,
-        announce=_say if shown else None,
+        announce=say if shown else None,
     )
     return Engine(engine, tokenizer, eos_ids, chat=chat, defaults=defaults)
 
 
 @overload
-def generate(model: str | Path, prompt: str, **options: Unpack[Keywords]) -> Generation: ...
+def generate(model: str | Path, prompt: str | TokenPrompt, **options: Unpack[Keywords]) -> Generation: ...
 @overload
-def generate(model: str | Path, prompt: Sequence[str], **options: Unpack[Keywords]) -> list[Generation]: ...
+def generate(model: str | Path, prompt: Prompts, **options: Unpack[Keywords]) -> list[Generation]: ...
 @overload
 def generate(model: str | Path, *, messages: Messages, **options: Unpack[Keywords]) -> Generation: ...
 @overload
 def generate(model: str | Path, *, messages: Sequence[Messages], **options: Unpack[Keywords]) -> list[Generation]: ...
 def generate(
     model: str | Path,
-    prompt: str | Sequence[str] | None = None,
+    prompt: str | TokenPrompt | Prompts | None = None,
     *,
     messages: Messages | Sequence[Messages] | None = None,
     **options: Unpack[Keywords],
@@ -284,6 +310,13 @@ def _texts(run: Run) -> Iterator[str]:
             raise piece.fault
 
 
+def _tokens(run: Run) -> Iterator[int]:
+    for piece in run:
+        if piece.fault is not None:
+            raise piece.fault
+        yield run.new[0][-1]
+
+
 def _sampling_or_why_not(directory: Path) -> SamplingConfig | ConfigError:
     """How the model's makers sample it. Not to support that is no fault where nobody asks for it."""
     try:
@@ -293,20 +326,26 @@ def _sampling_or_why_not(directory: Path) -> SamplingConfig | ConfigError:
 
 
 def _each(
-    prompt: str | Sequence[str] | None, messages: Messages | Sequence[Messages] | None
+    prompt: str | TokenPrompt | Prompts | None, messages: Messages | Sequence[Messages] | None
 ) -> tuple[list[dict[str, Any]], bool]:
     """Every prompt or conversation as an argument of `Engine.request`, and whether a single one was given."""
     if (prompt is None) == (messages is None):
         raise PromptError("give either a prompt or messages")
-    name, given = ("prompt", prompt) if messages is None else ("messages", messages)
-    if not isinstance(given, Sequence):
+    name, given = ("prompt", _listed(prompt)) if messages is None else ("messages", messages)
+    if not isinstance(given, Sequence) or isinstance(given, bytes):
         raise PromptError(f"{name} must be one or a list of them, got {type(given).__name__}")
-    # A conversation is itself a list, of messages.
-    single = isinstance(given, str) or bool(name == "messages" and given and isinstance(given[0], Mapping))
-    return [{name: one} for one in ([given] if single else given)], single
+    # A conversation is itself a list, of messages, and token ids are one of integers.
+    one = Mapping if name == "messages" else Integral
+    single = isinstance(given, str) or bool(given and isinstance(given[0], one))
+    return [{name: _listed(each)} for each in ([given] if single else given)], single
 
 
-class _LoadBar:
+def _listed(given: Any) -> Any:
+    """Arrays as lists."""
+    return given.tolist() if hasattr(given, "tolist") else given
+
+
+class LoadBar:
     """A progress bar over bytes read, shown for what takes longer than a second."""
 
     def __init__(self, shown: bool, name: str):
@@ -331,5 +370,5 @@ class _LoadBar:
         self._bar.update(done - self._bar.n)
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
     print(f"seqmoe: {message} (once; kept in the compilation cache)", file=sys.stderr)

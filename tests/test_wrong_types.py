@@ -44,7 +44,7 @@ WRONG = {
 FIELDS = {"memory size": "device_memory", "transfer engine": "transfers"}
 
 
-PROMPTS = [3, 1.5, None, b"x", [3], [None], ["a", 3], [], {"a": 1}, object(), [["a"]]]
+PROMPTS = [3, 1.5, None, b"x", [3.5], [-1], [1, "a"], [None], ["a", 3], [], {"a": 1}, object(), [["a"]]]
 MODELS = [None, 3, b"demo", "", "\0", "x" * 5000, ["demo"]]
 
 

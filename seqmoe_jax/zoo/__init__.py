@@ -1,0 +1,1 @@
+"""Flax NNX models of other libraries as models of this one."""
