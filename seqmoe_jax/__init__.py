@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from seqmoe_jax import nnx
     from seqmoe_jax.api import Engine, Generation, generate, load
     from seqmoe_jax.errors import (
         CheckpointError,
@@ -36,17 +37,20 @@ _NAMES = {
     "stats": ("Stats",),
     "zoo.engine": ("from_nnx",),
 }  # fmt: skip
+_MODULES = ("nnx",)
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "CheckpointError", "ConfigError", "Engine", "EngineError", "EngineOptions", "GenerateOptions", "Generation",
     "NonFiniteError", "OutputError", "PredictorError", "ProfileError", "PromptError", "ResidencyError",
-    "SamplingConfig", "SeqMoEError", "ServerError", "Stats", "TraceError", "from_nnx", "generate", "load",
+    "SamplingConfig", "SeqMoEError", "ServerError", "Stats", "TraceError", "from_nnx", "generate", "load", "nnx",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

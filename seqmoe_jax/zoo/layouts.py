@@ -26,6 +26,7 @@ class Layout:
     have their own names there. `defaults`: what it does not say.
 
     `late_norms`: norms round to the activations' dtype after their weight has multiplied, whatever the family.
+    `beside`: what a MoE block returns beside its output (see `OffloadedMoE`).
     """
 
     name: str
@@ -33,6 +34,7 @@ class Layout:
     config: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     late_norms: bool = False
+    beside: Literal["nothing", "logits", "weights"] = "nothing"
 
     def candidates(self, tensor: str) -> tuple[str, ...]:
         """Where a tensor may be, `layers.3.mixer.q` for example. Empty: this zoo has none of the kind."""
@@ -151,6 +153,7 @@ EASYDEL = Layout(
             **{f"experts.{name}_bias": f"mlp.experts.{name}_proj.bias" for name in _MIXTRAL},
         },
     ),
+    beside="logits",
 )
 BONSAI = Layout(
     name="bonsai",
@@ -163,5 +166,6 @@ BONSAI = Layout(
         },
     ),
     late_norms=True,
+    beside="weights",
 )
 LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (TUNIX, EASYDEL, BONSAI)}

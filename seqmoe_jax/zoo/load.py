@@ -47,7 +47,7 @@ class NNXModel:
         chosen = layout_of(layout)
         self.name, self.release = name or type(module).__name__, release
         self.arrays = ModuleArrays(module, release=release)
-        self.spec = _spec(module, chosen, config, self.arrays)
+        self.spec = spec_of(module, chosen, config, self.arrays)
         self.places = find_places(self.arrays, self.spec, chosen)
 
     def dtype_here(self, dtype: str | None, device: jax.Device) -> np.dtype:
@@ -122,7 +122,7 @@ def _pack(layout: ExpertLayout, fields: Mapping[str, np.ndarray], expert: int, v
     return layout.block_bytes
 
 
-def _spec(module: nnx.Module, layout: Layout, given: Mapping[str, Any], arrays: ModuleArrays) -> ModelSpec:
+def spec_of(module: nnx.Module, layout: Layout, given: Mapping[str, Any], arrays: ModuleArrays) -> ModelSpec:
     """What the module's configuration says, with the dtypes that its arrays have."""
     config = config_of(module, layout, given)
     try:

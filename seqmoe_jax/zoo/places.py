@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +12,8 @@ import numpy as np
 from seqmoe_jax.errors import CheckpointError, ConfigError
 from seqmoe_jax.models.families import FAMILIES
 from seqmoe_jax.models.families.common import FLOATS
-from seqmoe_jax.models.spec import ModelSpec
+from seqmoe_jax.models.spec import ModelSpec, MoESpec
+from seqmoe_jax.models.tensors import below
 from seqmoe_jax.zoo.layouts import EXPERTS, Layout
 from seqmoe_jax.zoo.module import ModuleArrays
 
@@ -80,14 +82,44 @@ class Places:
             yield from layer.values()
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockPlaces:
+    """The MoE block of a layer: the module at `path`, and what is in it. `dense` has names like `router.weight`."""
+
+    path: str
+    dense: Mapping[str, Place]
+    experts: Mapping[str, Place]
+
+
 def find_places(arrays: ModuleArrays, spec: ModelSpec, layout: Layout) -> Places:
     """The place of every tensor of a model. Raises `CheckpointError` with the module's paths that are missing, of a
     wrong shape or dtype, or more than the model has."""
     dense = {name: _place(arrays, layout, name, tensor.shape, spec) for name, tensor in spec.tensors().items()}
-    fields = {field.name: field.shape for field in spec.expert_layout.fields}
-    places = Places(
-        dense=dense, experts=tuple(_experts(arrays, layout, index, fields, spec) for index in spec.moe_layers)
-    )
+    places = Places(dense=dense, experts=tuple(_experts(arrays, layout, index, spec) for index in spec.moe_layers))
+    _check(arrays, list(places), arrays.paths, layout, spec)
+    return places
+
+
+def find_block(arrays: ModuleArrays, spec: ModelSpec, layout: Layout, index: int) -> BlockPlaces:
+    """The MoE block of the layer of this number, whatever the rest of the model is like. Raises as `find_places`."""
+    moe = spec.layers[index].mlp
+    assert isinstance(moe, MoESpec)
+    tensors = below("router", moe.router.tensors(spec.hidden))
+    if moe.shared is not None:
+        tensors |= below("shared", moe.shared.tensors(spec.hidden))
+    dense = {
+        name: _place(arrays, layout, f"layers.{index}.{name}", tensor.shape, spec) for name, tensor in tensors.items()
+    }
+    experts = _experts(arrays, layout, index, spec)
+    places = [*dense.values(), *experts.values()]
+    modules = [place.path.rpartition(".")[0].replace(".", "/") for place in places]
+    path = os.path.commonpath(modules).replace("/", ".")
+    _check(arrays, places, {each for each in arrays.paths if each.startswith(f"{path}.")}, layout, spec)
+    return BlockPlaces(path=path, dense=dense, experts=experts)
+
+
+def _check(arrays: ModuleArrays, places: Sequence[Place], there: Set[str], layout: Layout, spec: ModelSpec) -> None:
+    """Raises where these are not exactly the arrays that are `there`."""
     missing, wrong, used = [], [], set()
     for place in places:
         if place.path not in arrays.paths:
@@ -99,7 +131,7 @@ def find_places(arrays: ModuleArrays, spec: ModelSpec, layout: Layout) -> Places
             wrong.append(f"{place.path} {list(shape)} for {place.expected}")
         elif dtype.name not in FLOATS:
             wrong.append(f"{place.path} of {dtype}")
-    kinds = {"missing": missing, "of a wrong shape or dtype": wrong, "unexpected": sorted(arrays.paths - used)}
+    kinds = {"missing": missing, "of a wrong shape or dtype": wrong, "unexpected": sorted(there - used)}
     faults = [f"{len(set(which))} {what} ({_first(which)})" for what, which in kinds.items() if which]
     if faults:
         raise CheckpointError(
@@ -107,7 +139,6 @@ def find_places(arrays: ModuleArrays, spec: ModelSpec, layout: Layout) -> Places
             f"model of this configuration has there, got {', '.join(faults)}; give config={{...}} where the "
             "configuration says otherwise, or a mapping as the layout"
         )
-    return places
 
 
 def expert_dtype(arrays: ModuleArrays, layout: Layout, spec: ModelSpec) -> np.dtype:
@@ -143,15 +174,13 @@ def _place(
     return Place(path=path.removesuffix(".T"), shape=shape, by_rows=path.endswith(".T"), stacked=stacked)
 
 
-def _experts(
-    arrays: ModuleArrays, layout: Layout, index: int, fields: Mapping[str, tuple[int, ...]], spec: ModelSpec
-) -> dict[str, Place]:
+def _experts(arrays: ModuleArrays, layout: Layout, index: int, spec: ModelSpec) -> dict[str, Place]:
     """The places of the fields of a layer's experts. Gate and up may be one array, `gate_up`: they have its outputs one
     after the other, or by turns where the family's files have it so."""
     prefix = EXPERTS.replace("{index}", str(index))
     interleaved = FAMILIES[spec.family].names.experts.interleaved
     places = {}
-    for name, shape in fields.items():
+    for name, shape in {field.name: field.shape for field in spec.expert_layout.fields}.items():
         matrix, _, bias = name.partition("_")
         half = {"gate": 0, "up": 1}.get(matrix)
         both = f"{prefix}.gate_up" + (f"_{bias}" if bias else "")

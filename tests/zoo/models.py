@@ -272,9 +272,12 @@ class GptOssMoE(nnx.Module):
         self.router = GptOssRouter(c, rngs)
         self.experts = GptOssExperts(c, rngs)
 
-    def __call__(self, x):
+    def weights(self, x):
         best, ids = jax.lax.top_k(self.router.linear(x), self.config.num_experts_per_tok)
-        weights = spread(ids, jax.nn.softmax(best, -1), self.config.num_local_experts)
+        return spread(ids, jax.nn.softmax(best, -1), self.config.num_local_experts)
+
+    def __call__(self, x):
+        weights = self.weights(x)
         e = self.experts
         both = jnp.einsum("BTD,EDF->BTEF", x, e.gate_up_proj[...]) + e.gate_up_proj_bias[...]
         gate, up = jnp.minimum(both[..., ::2], 7.0), jnp.clip(both[..., 1::2], -7.0, 7.0)

@@ -1,0 +1,7 @@
+"""Offloaded experts inside a Flax NNX model that stays what it is: its attention, its cache, its decode loop."""
+
+from seqmoe_jax.nnx.block import OffloadedMoE
+from seqmoe_jax.nnx.offload import offload
+from seqmoe_jax.nnx.slots import ExpertSlots, HostExperts, SlotState
+
+__all__ = ["ExpertSlots", "HostExperts", "OffloadedMoE", "SlotState", "offload"]
