@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import Any, NamedTuple, Unpack, overload
 
 import numpy as np
-from jaxtyping import Array, Integer
+from jaxtyping import Array, Float32, Int32, Integer
 
 from seqmoe_jax.checkpoints.resolve import read_config
 from seqmoe_jax.compilation import enable_compilation_cache
+from seqmoe_jax.display import percent, preformatted, shows_progress, table
 from seqmoe_jax.engine import TokenEngine
-from seqmoe_jax.errors import ConfigError, PromptError
+from seqmoe_jax.errors import CheckpointError, ConfigError, PromptError
+from seqmoe_jax.fields import shown
 from seqmoe_jax.generation import Request, Run
 from seqmoe_jax.loading import find_and_load_predictor, load_model, random_model
 from seqmoe_jax.memory.fit import check_fits
@@ -40,12 +42,13 @@ Prompts = Sequence[str] | Sequence[TokenPrompt]  # decoded together
 Messages = Sequence[Mapping[str, Any]]  # a conversation: [{"role": "user", "content": "Hello"}]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Generation:
-    """What came of one prompt. `tokens` are the new ones, an end token included; `text` leaves that out.
+    """What came of one prompt; `print` shows its text.
 
-    `finish_reason` is "stop" (an end token or a stop string), "length", or "error": then `error` says which, and text
-    and tokens are those before it. `stats` are those of the whole batch.
+    `tokens` are the new ones, an end token included; `text` leaves that out, and is empty where the engine has no
+    tokenizer. `finish_reason` is "stop" (an end token or a stop string), "length", or "error": then `error` says which,
+    and text and tokens are those before it. `stats` are those of the whole batch.
     `reasoning` is what a model with channels (GPT-OSS) says before its answer; other models' thoughts are in the text.
     """
 
@@ -55,6 +58,26 @@ class Generation:
     finish_reason: str
     stats: Stats
     error: str | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"Generation({shown(self.text)}, {len(self.tokens)} tokens, {self.finish_reason}, {self.stats!r})"
+
+    def _repr_html_(self) -> str:
+        why = self.finish_reason if self.error is None else f"{self.finish_reason}: {self.error}"
+        return (
+            preformatted(f"{len(self.tokens)} tokens, {why}", self.text or str(self.tokens)) + self.stats._repr_html_()
+        )
+
+
+class Routing(NamedTuple):
+    """Where every token of a sequence went in every MoE layer."""
+
+    tokens: Int32[np.ndarray, " T"]
+    ids: Int32[np.ndarray, "T L K"]  # experts, as the router chose them
+    weights: Float32[np.ndarray, "T L K"]  # theirs
 
 
 class LoadKeywords(EngineKeywords, total=False):
@@ -105,6 +128,55 @@ class Engine:
     def stats(self) -> Stats:
         """Of the last generation."""
         return self.token_engine.last_stats
+
+    @property
+    def name(self) -> str:
+        """What the model is called. Raises `EngineError` after `close`."""
+        return self.token_engine.model.name
+
+    def __repr__(self) -> str:
+        if self.token_engine.closed:
+            return "Engine(closed)"
+        return f"Engine({self.name}: {', '.join(f'{name} {value}' for name, value in self._about().items())})"
+
+    def _repr_html_(self) -> str:
+        if self.token_engine.closed:
+            return table("Engine, closed", {})
+        plan = self.token_engine.plan
+        rows = self._about() | {"memory": plan.describe(), "model": repr(self.token_engine.model)}
+        return table(f"Engine of {self.name}", rows, bar=(f"residency ({plan.slots} slots)", plan.residency))
+
+    def _about(self) -> dict[str, object]:
+        engine = self.token_engine
+        return {
+            "residency": percent(engine.plan.residency),
+            "policy": engine.policy,
+            "forecast": engine.forecast_name,
+            "transfers": engine.transfers_name,
+            "max_batch": engine.max_batch,
+            "context": engine.context,
+            "on": engine.device,
+        }
+
+    def routing(self, prompt: str | TokenPrompt | None = None, *, messages: Messages | None = None) -> Routing:
+        """The experts that every token of a prompt is routed to, as NumPy arrays. Exact at any residency.
+
+        Raises `PromptError` or `EngineError` as `generate` does.
+        """
+        tokens = self.request(prompt, messages=messages, max_new_tokens=1).tokens
+        ((ids, weights),) = self.token_engine.routing([tokens])
+        return Routing(tokens=np.array(tokens, np.int32), ids=ids, weights=weights)
+
+    def logits(
+        self, prompt: str | TokenPrompt | None = None, *, messages: Messages | None = None
+    ) -> Float32[np.ndarray, "T V"]:
+        """The logits after every token of a prompt, `[T, V]` as a NumPy array: row t is for token t + 1. Exact at any
+        residency. Of a long prompt they are large: 4 T V bytes of host memory.
+
+        Raises `PromptError` or `EngineError` as `generate` does.
+        """
+        (logits,) = self.token_engine.logits([self.request(prompt, messages=messages, max_new_tokens=1).tokens])
+        return logits
 
     @overload
     def generate(self, prompt: str | TokenPrompt, **options: Unpack[GenerateKeywords]) -> Generation: ...
@@ -241,19 +313,24 @@ def load(
     Args:
       model: a directory, a Hugging Face id, `"demo"`, or (with `random_weights`) the name of a preset in `configs/`.
       random_weights: real shapes, meaningless text.
-      progress: bars and messages on standard error. Default: if that is a terminal.
+      progress: bars and messages on standard error. Default: if that is a terminal, or in a notebook.
       options: the fields of `EngineOptions`, which says what they are.
 
     Raises `CheckpointError`, `ConfigError`, `PredictorError` or `ResidencyError`, in one line that says what to do.
     """
+    if not isinstance(model, str | Path):
+        kind = type(model).__name__
+        raise CheckpointError(
+            f"load takes a directory, a Hugging Face id or a name, got {kind}; a Flax NNX module goes to from_nnx"
+        )
     chosen = EngineOptions(**options)
     enable_compilation_cache()
-    shown = sys.stderr.isatty() if progress is None else progress
+    visible = shows_progress(progress)
     tokenizer: Tokenizer
     eos_ids: tuple[int, ...] = ()
     chat = defaults = None
     fits = partial(check_fits, options=chosen)
-    with LoadBar(shown, str(model)) as bar:
+    with LoadBar(visible, str(model)) as bar:
         if random_weights:
             loaded = random_model(
                 preset_path(str(model)), dtype=chosen.dtype, name=str(model), progress=bar, check=fits
@@ -270,7 +347,7 @@ def load(
         chosen,
         predictor=find_and_load_predictor(chosen.predictor, loaded) if chosen.policy == "seqmoe" else None,
         vocab=tokenizer.vocab,
-        announce=say if shown else None,
+        announce=say if visible else None,
     )
     return Engine(engine, tokenizer, eos_ids, chat=chat, defaults=defaults)
 
@@ -360,7 +437,7 @@ class LoadBar:
             self._bar.close()
 
     def _update(self, done: int, total: int) -> None:
-        from tqdm import tqdm
+        from tqdm.auto import tqdm
 
         if self._bar is None:
             label = f"loading {self._name}"

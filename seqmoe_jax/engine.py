@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.backend import resolve
 from seqmoe_jax.decode.loop import Lanes, TokenEvent, run_ahead
@@ -166,6 +166,10 @@ class TokenEngine:
         assert self._model is not None
         return self._model
 
+    @property
+    def closed(self) -> bool:
+        return self._turns.closed
+
     def check_open(self) -> None:
         """Raises `EngineError` after `close`."""
         self._turns.check_open()
@@ -250,6 +254,19 @@ class TokenEngine:
         def read() -> Generator[list[SequenceRouting], None, None]:
             self._begin()
             yield self._reader.routing(sequences, capacity=capacity, offload=self._offload, hold=self._hold)
+
+        return next(self._turns.run(read))
+
+    def logits(self, sequences: Sequence[Sequence[int]]) -> list[Float32[np.ndarray, "T V"]]:
+        """Logits after every token of each sequence. Raises `PromptError` as `run` does for prompts."""
+        self.check_open()
+        just_one = [1] * len(sequences)
+        self.check(sequences, just_one)
+        capacity = capacity_of([*map(len, sequences)], just_one)
+
+        def read() -> Generator[list[np.ndarray], None, None]:
+            self._begin()
+            yield self._reader.logits(sequences, capacity=capacity, offload=self._offload, hold=self._hold)
 
         return next(self._turns.run(read))
 

@@ -1,10 +1,15 @@
-"""Figures of recall per layer, of hit rate against residency, of activations and of benchmarks. Needs matplotlib."""
+"""Figures of recall per layer, of hit rate against residency, of activations and of benchmarks. Needs matplotlib.
+
+Every function returns a `matplotlib.figure.Figure`, which a notebook shows and `savefig` writes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
@@ -16,6 +21,7 @@ from seqmoe_jax.outputs.runs import Run, check_replaced, from_json, to_json
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from seqmoe_jax.research.predictors import Evaluation
     from seqmoe_jax.traces.format import Trace
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -24,6 +30,8 @@ MOST_BYTES = 64 << 20  # of an image that is read to see what it is
 # Okabe and Ito's colours, told apart by colour-blind readers too; black is left for limits that nothing can reach.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^vP"
+RESIDENCIES = (0.1, 0.15, 0.25, 0.35, 0.45, 0.6, 0.8)
+SHOWN = ("lru", "lfu", "prefill-hot", "belady")
 LIMITS = ("belady", "belady-8")  # policies that know the future
 
 
@@ -33,6 +41,10 @@ def check_output(path: Path, run: Run, *, force: bool) -> None:
         raise ConfigError(f"{path}: expected a name that ends in {', '.join(FORMATS)}")
     check_file(path)
     check_replaced(path, "figure of `seqmoe plot`", read_run, run, force=force)
+    _check_installed()
+
+
+def _check_installed() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -57,8 +69,13 @@ def read_run(path: Path) -> Run | None:
     return from_json(unquote(said[1].decode())) if said else None
 
 
-def recall_figure(rows: Mapping[str, Any], split: str | None = None) -> Figure:
-    """Recall at top K+3 of every layer, a line per predictor; dashed, what the mid-step refinement makes of it."""
+def recall(evaluation: Evaluation | Mapping[str, Any], split: str | None = None) -> Figure:
+    """Recall at top K+3 of every layer, a line per predictor; dashed, what the mid-step refinement makes of it.
+
+    `evaluation` is what `evaluate` returns, or rows of the same form by predictor; then `split` is for the title.
+    """
+    rows: Mapping[str, Any]
+    rows, split = (evaluation, split) if isinstance(evaluation, Mapping) else (evaluation.rows, evaluation.split)
     figure, axes = _figure(9.0, 4.2)
     for index, (name, row) in enumerate(rows.items()):
         recall, colour = row["per_layer"], COLOURS[index % len(COLOURS)]
@@ -84,7 +101,31 @@ def recall_figure(rows: Mapping[str, Any], split: str | None = None) -> Figure:
     return figure
 
 
-def hit_rate_figure(residencies: Sequence[float], curves: Mapping[str, Sequence[float]], title: str) -> Figure:
+def about(trace: Trace) -> str:
+    """What a trace is of, for a title."""
+    return f"{trace.model or 'Trace'}: {trace.layers} layers, {trace.num_experts} experts, {trace.active} active"
+
+
+def hit_rate(
+    trace: Trace,
+    *,
+    residencies: Sequence[float] = RESIDENCIES,
+    policies: Sequence[str] = SHOWN,
+    predictor: str | Path | None = None,
+    split: str | None = None,
+    skip: int | None = None,
+) -> Figure:
+    """Hit rate of caching by demand alone against residency, simulated on a trace (`simulate` says what the options
+    are). A `predictor` adds policy `seqmoe`. Takes a while for a long trace."""
+    _check_installed()
+    from seqmoe_jax.research.simulation import hit_rates
+
+    each = sorted(residencies)
+    curves = hit_rates(trace, residencies=each, policies=policies, predictor=predictor, split=split, skip=skip)
+    return hit_rate_curves(each, curves, about(trace))
+
+
+def hit_rate_curves(residencies: Sequence[float], curves: Mapping[str, Sequence[float]], title: str) -> Figure:
     """Hit rate against residency, a line per policy; those that know the future are black."""
     figure, axes = _figure(8.4, 4.4)
     coloured = 0
@@ -106,8 +147,13 @@ def hit_rate_figure(residencies: Sequence[float], curves: Mapping[str, Sequence[
     return figure
 
 
-def heatmap_figure(trace: Trace, sequence: int) -> Figure:
-    """Left: share of decoded steps that activate each expert. Right: one sequence, its steps against all experts."""
+def heatmap(trace: Trace, sequence: int = 0) -> Figure:
+    """Left: share of decoded steps that activate each expert. Right: one sequence, its steps against all experts.
+
+    Raises `ConfigError` where the trace has no such sequence.
+    """
+    if not 0 <= sequence < trace.sequences:
+        raise ConfigError(f"sequence must be from 0 to {trace.sequences - 1}, got {sequence}")
     import numpy as np
 
     decoded = trace.without_prompts()
@@ -144,8 +190,10 @@ def heatmap_figure(trace: Trace, sequence: int) -> Figure:
     return figure
 
 
-def bench_figure(result: Mapping[str, Any]) -> Figure:
-    """Left: tokens per second against residency, a line per setting, bars from least to most. Right, where rows have
+def bench(result: Mapping[str, Any]) -> Figure:
+    """A benchmark, the object that `seqmoe bench --json` prints.
+
+    Left: tokens per second against residency, a line per setting, bars from least to most. Right, where rows have
     time shares: what a step's launches take, by class; the black mark is the step as timed, without the profiler.
     """
     rows = [row for row in result["rows"] if "error" not in row]
@@ -198,13 +246,27 @@ def _draw_shares(axes: Any, rows: Sequence[Mapping[str, Any]], several: bool) ->
     )
 
 
+@cache
+def _shown_figure() -> type[Figure]:
+    from matplotlib.figure import Figure
+
+    class ShownFigure(Figure):
+        """Made without `pyplot`, of which a notebook would show no more than the size."""
+
+        def _repr_png_(self) -> bytes:
+            with io.BytesIO() as file:
+                self.savefig(file, format="png")
+                return file.getvalue()
+
+    return ShownFigure
+
+
 def _figure(
     width: float, height: float, *, columns: int = 1, ratios: Sequence[float] | None = None
 ) -> tuple[Figure, Any]:
     """A figure in inches and its axes, without a window system."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
+    _check_installed()
+    figure = _shown_figure()(figsize=(width, height), layout="constrained")
     axes = figure.subplots(1, columns, width_ratios=ratios)
     for each in [axes] if columns == 1 else axes:
         each.spines[["top", "right"]].set_visible(columns > 1)

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from seqmoe_jax.display import percent, size, table
 from seqmoe_jax.experts.cache import HITS, MISSES, ROUTED
 from seqmoe_jax.prefetch.engine import TransferCounts
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class Stats:
     """What a generation did. Rates are of the decode phase; counts and bytes are of the whole call, prefill included.
 
@@ -59,6 +60,26 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"Stats({self.new_tokens} new tokens, {self.tokens_per_second:.1f} tok/s, first after {self.ttft_s:.2f} s, "
+            f"residency {percent(self.residency)}, hit rate {percent(self.hit_rate)}, {size(self.bytes_moved)} moved)"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = {
+            "new tokens": f"{self.new_tokens} after {self.prompt_tokens}",
+            "speed": f"{self.tokens_per_second:.1f} tokens per second",
+            "first token": f"after {self.ttft_s:.2f} s, and {self.compile_s:.1f} s of compiling",
+            "hit rate": f"{percent(self.hit_rate)} (the prompt's {percent(self.prefill_hit_rate)})",
+            "experts": f"{self.experts_routed:,} routed, {self.experts_loaded:,} loaded on demand, "
+            f"{self.experts_prefetched:,} prefetched",
+            "moved": size(self.bytes_moved),
+            "policy": f"{self.policy}, forecast {self.forecast}, transfers {self.transfers}",
+            "on": f"{self.backend}, kernels {self.kernels}",
+        }
+        return table("Generation", rows, bar=(f"residency ({self.slots} slots)", self.residency))
 
 
 class Counts:

@@ -6,6 +6,7 @@ from functools import partialmethod
 from importlib.metadata import version
 
 import jax
+import jaxtyping
 import pytest
 from jax.stages import Lowered
 from jaxtyping import install_import_hook
@@ -44,3 +45,12 @@ def compiled_as_usual():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Lowered, "compile", partialmethod(Lowered.compile, compiler_options=USUAL))
         yield
+
+
+@pytest.fixture
+def no_type_checks():
+    """As for a caller outside the tests, where a wrong type reaches the function."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)

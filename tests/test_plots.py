@@ -44,11 +44,11 @@ def plot(capsys, *words) -> tuple[int, str, str]:
 def test_recall_has_a_line_per_predictor_and_its_refinement(evaluation, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     from seqmoe_jax.cli.plot import read_evaluation
-    from seqmoe_jax.plots import recall_figure
+    from seqmoe_jax.plots import recall
 
     assert plot(capsys, "recall", evaluation, "--out", tmp_path / "r.png")[:2] == (0, f"{tmp_path / 'r.png'}\n")
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
-    axes = recall_figure(*read_evaluation(evaluation)).axes[0]
+    axes = recall(*read_evaluation(evaluation)).axes[0]
     labels = [line.get_label() for line in axes.lines]
     assert labels == ["first-order (mean 60.0 %)", "ours (mean 85.0 %)", "refined at layer 5"]
     assert axes.lines[2].get_xdata().tolist() == [5, 6, 7, 8, 9]
@@ -72,12 +72,12 @@ def test_hit_rates_rise_with_residency_and_none_is_above_belady(tmp_path, capsys
 
 def test_the_heat_map_shows_shares_that_sum_to_k(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    from seqmoe_jax.plots import heatmap_figure
+    from seqmoe_jax.plots import heatmap
     from seqmoe_jax.traces.format import read_trace
 
     assert plot(capsys, "heatmap", EXCERPT, "--sequence", 1, "--out", tmp_path / "m.png")[0] == 0
     trace = read_trace(EXCERPT)
-    left, right = heatmap_figure(trace, 1).axes[:2]
+    left, right = heatmap(trace, 1).axes[:2]
     np.testing.assert_allclose(left.images[0].get_array().sum(1), 100 * trace.active, rtol=1e-4)
     assert right.images[0].get_array().shape == (trace.layers * trace.num_experts, trace.lens[1])
 
@@ -91,7 +91,7 @@ def measured(name: str, residency: float, speed: float, shares: dict | None) -> 
 
 def test_a_benchmark_has_a_line_per_setting_and_a_stack_per_profile(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    from seqmoe_jax.plots import bench_figure
+    from seqmoe_jax.plots import bench
 
     times = {"compute": 1500.0, "predictor": 150.0, "management": 200.0, "stall": 2500.0, "other": 20.0, "idle": 900.0}
     shares = {"us_per_step": times, "share": {name: us / 4370 for name, us in times.items() if name != "idle"}}
@@ -104,7 +104,7 @@ def test_a_benchmark_has_a_line_per_setting_and_a_stack_per_profile(tmp_path, ca
     result = {"model": "m", "device": "d", "repeats": 3, "rows": rows}
     (tmp_path / "b.json").write_text(json.dumps(result))
     assert plot(capsys, "bench", tmp_path / "b.json", "--out", tmp_path / "b.png")[:2] == (0, f"{tmp_path / 'b.png'}\n")
-    left, right = bench_figure(result).axes
+    left, right = bench(result).axes
     assert [text.get_text() for text in left.get_legend().get_texts()] == ["full load", "dma"]
     assert [bar.get_width() for bar in right.patches] == pytest.approx([1.5, 0.15, 0.2, 2.5, 0.02])
     assert right.lines[0].get_xdata()[0] == pytest.approx(1e3 / 230)

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         if args.out:
             write_text(args.out, json.dumps(result, indent=1))
     if args.plot and any("error" not in row for row in result["rows"]):
-        plots.write(args.plot, plots.bench_figure(result), made_by)
+        plots.write(args.plot, plots.bench(result), made_by)
     if args.json:
         print(json.dumps(result))
     return 1 if any("error" in row for row in result["rows"]) else 0

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
     from seqmoe_jax.traces.format import Trace
 
-RESIDENCIES = (0.1, 0.15, 0.25, 0.35, 0.45, 0.6, 0.8)
 POLICIES = ("lru", "lfu", "prefill-hot", "belady", "belady-8")  # those that need no forecasts
-SHOWN = ("lru", "lfu", "prefill-hot", "belady")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rate = kind("hit-rate", "hit rate of caching policies against residency, simulated on a trace")
     rate.add_argument("trace", metavar="T.npz")
     rate.add_argument("--split", help="sequences of this split alone")
-    rate.add_argument("--policies", nargs="+", choices=POLICIES, default=list(SHOWN), metavar="P",
-                      help=f"of {', '.join(POLICIES)} (default: {' '.join(SHOWN)})")  # fmt: skip
-    rate.add_argument("--residencies", nargs="+", type=share, default=list(RESIDENCIES), metavar="R")
+    rate.add_argument("--policies", nargs="+", choices=POLICIES, default=list(plots.SHOWN), metavar="P",
+                      help=f"of {', '.join(POLICIES)} (default: {' '.join(plots.SHOWN)})")  # fmt: skip
+    rate.add_argument("--residencies", nargs="+", type=share, default=list(plots.RESIDENCIES), metavar="R")
     rate.add_argument("--predictor", metavar="auto|first-order|DIR", help="adds policy seqmoe by its forecasts")
     rate.add_argument("--model", metavar="ID", help="the model of the trace (default: what the trace says)")
     rate.add_argument("--skip", type=natural, default=500, metavar="N", help="first steps not counted (default: 500)")
@@ -93,29 +91,29 @@ def _recall_row(row: Fields) -> Mapping[str, Any]:
 
 def _recall(args: argparse.Namespace) -> tuple[Figure, dict[str, Any]]:
     rows, split = read_evaluation(args.evaluation, args.split)
-    return plots.recall_figure(rows, split), {"predictors": {name: row["per_layer"] for name, row in rows.items()}}
+    return plots.recall(rows, split), {"predictors": {name: row["per_layer"] for name, row in rows.items()}}
 
 
 def _hit_rate(args: argparse.Namespace) -> tuple[Figure, dict[str, Any]]:
     from tqdm import tqdm
 
-    from seqmoe_jax.cli.simulate import forecasts_by
-    from seqmoe_jax.simulation.settings import Simulation
-    from seqmoe_jax.simulation.simulator import simulate
+    from seqmoe_jax.research.simulation import hit_rates
+    from seqmoe_jax.traces.format import read_trace
 
-    whole, trace = _traces(args)
-    policies, forecasts = list(args.policies), None
-    if args.predictor is not None:
-        forecasts = forecasts_by(args.predictor, whole, trace, model=args.model, rollout=0)
-        policies.insert(0, "seqmoe")
-    curves: dict[str, list[float]] = {policy: [] for policy in policies}
-    points = [(policy, residency) for policy in policies for residency in sorted(args.residencies)]
-    for policy, residency in tqdm(points, disable=args.json or not sys.stderr.isatty(), leave=False):
-        config = Simulation(residency=residency, policy=policy, skip=args.skip)
-        curves[policy].append(simulate(trace, config, forecasts).hit_rate)
-    title = f"{trace.model or 'Trace'}: {trace.layers} layers, {trace.num_experts} experts, {trace.active} active"
-    drawn = {"residencies": sorted(args.residencies), "hit_rates": curves}
-    return plots.hit_rate_figure(sorted(args.residencies), curves, title), drawn
+    trace, residencies = read_trace(args.trace), sorted(args.residencies)
+    with tqdm(disable=args.json or not sys.stderr.isatty(), leave=False) as bar:
+
+        def progress(done: int, points: int) -> None:
+            bar.total = points
+            bar.update(done - bar.n)
+
+        curves = hit_rates(
+            trace, residencies=residencies, policies=args.policies, predictor=args.predictor, split=args.split,
+            model=args.model, skip=args.skip, progress=progress,
+        )  # fmt: skip
+    return plots.hit_rate_curves(residencies, curves, plots.about(trace)), {
+        "residencies": residencies, "hit_rates": curves,
+    }  # fmt: skip
 
 
 def _heatmap(args: argparse.Namespace) -> tuple[Figure, dict[str, Any]]:
@@ -123,7 +121,7 @@ def _heatmap(args: argparse.Namespace) -> tuple[Figure, dict[str, Any]]:
     if not 0 <= args.sequence < trace.sequences:
         raise ConfigError(f"--sequence must be from 0 to {trace.sequences - 1}, got {args.sequence}")
     drawn = {"sequence": args.sequence, "steps": int(trace.lens[args.sequence])}
-    return plots.heatmap_figure(trace, args.sequence), drawn
+    return plots.heatmap(trace, args.sequence), drawn
 
 
 def _bench(args: argparse.Namespace) -> tuple[Figure, dict[str, Any]]:
@@ -139,7 +137,7 @@ def _bench(args: argparse.Namespace) -> tuple[Figure, dict[str, Any]]:
     if len({tuple(row["shares"]["share"]) for row in measured if row["shares"]}) > 1:
         raise ConfigError(f"{args.result}: expected the same classes of time in every row")
     drawn = [{name: row[name] for name in ("name", "residency", "batch", "tokens_per_second")} for row in measured]
-    return plots.bench_figure(about | {"rows": measured}), {"rows": drawn}
+    return plots.bench(about | {"rows": measured}), {"rows": drawn}
 
 
 def _bench_row(row: Fields) -> dict[str, Any]:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from seqmoe_jax.cli.arguments import add_force, add_json, integer_from, natural, positive, share
+
+# Options of `train_predictor` that are arguments by the same names.
+TRAINING = (
+    "model", "inputs", "width", "blocks", "token_width", "refine_width", "echo", "updates", "batch", "window",
+    "learning_rate", "sampled_updates", "teachers", "stop_at", "seed", "restart", "force",
+)  # fmt: skip
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,83 +69,36 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def evaluate(args: argparse.Namespace) -> int:
     from seqmoe_jax.forecast import store
-    from seqmoe_jax.forecast.data import divide
     from seqmoe_jax.forecast.evaluation.cost import cost, describe
-    from seqmoe_jax.forecast.evaluation.evaluate import recall_rows, table
+    from seqmoe_jax.research.predictors import evaluate
     from seqmoe_jax.traces.format import read_trace
 
     trace = read_trace(args.trace)
-    predictor = None
+    said = evaluate(trace, args.predictor, split=args.split, model=args.model, trigger=args.trigger, log=_logger(args))
+    config = None
     if args.predictor != "none":
-        directory = store.require_predictor(args.predictor, args.model or trace.model, **trace.sizes)
-        predictor = store.load(directory)
-    fitted, held = divide(trace) if trace.split is None else (trace.select("train"), trace.select(args.split))
-    rows = recall_rows(fitted, held, predictor, trigger=args.trigger, log=_logger(args))
+        config = store.read_config(store.require_predictor(args.predictor, args.model or trace.model, **trace.sizes))
     if args.json:
-        costs = {} if predictor is None else {"cost": cost(predictor[0])._asdict()}
-        print(json.dumps({"predictors": rows} | costs))
+        costs = {} if config is None else {"cost": cost(config)._asdict()}
+        print(json.dumps({"predictors": said.rows} | costs))
         return 0
-    print(table(rows))
-    if predictor is not None:
-        print(describe(cost(predictor[0])))
+    print(said)
+    if config is not None:
+        print(describe(cost(config)))
     return 0
 
 
 def train(args: argparse.Namespace) -> int:
-    import jax
-    from tqdm import tqdm
-
-    from seqmoe_jax.forecast.evaluation.evaluate import table
-    from seqmoe_jax.forecast.training.config import TrainConfig
-    from seqmoe_jax.forecast.training.pipeline import check_output, train_predictor
+    from seqmoe_jax.forecast.training.pipeline import check_output
+    from seqmoe_jax.research.predictors import train_predictor
     from seqmoe_jax.traces.format import read_trace
 
     check_output(args.out, force=args.force)
-
-    @contextlib.contextmanager
-    def progress(name: str) -> Iterator[Callable[[int, int], None]]:
-        with tqdm(unit="update", disable=args.json or not sys.stderr.isatty(), leave=False, desc=name) as bar:
-
-            def advance(done: int, updates: int) -> None:
-                bar.total = updates
-                bar.update(done - bar.n)
-
-            yield advance
-
-    trace = read_trace(args.trace)
-    evaluation = train_predictor(
-        trace,
-        args.out,
-        model=args.model or trace.model or "unnamed",
-        inputs=args.inputs,
-        sizes={
-            "d_model": args.width,
-            "blocks": args.blocks,
-            "token_width": args.token_width,
-            "echo": args.echo,
-            "refine_width": args.refine_width,
-        },
-        training=TrainConfig(
-            updates=args.updates,
-            batch=args.batch,
-            window=args.window,
-            learning_rate=args.learning_rate,
-            bfloat16=jax.default_backend() != "cpu",
-        ),
-        seed=args.seed,
-        sampled_updates=args.sampled_updates,
-        teachers=args.teachers,
-        stop_at=args.stop_at,
-        restart=args.restart,
-        force=args.force,
-        log=_logger(args),
-        progress=progress,
+    options = {name: value for name, value in vars(args).items() if name in TRAINING}
+    trained = train_predictor(
+        read_trace(args.trace), args.out, progress=sys.stderr.isatty() and not args.json, log=_logger(args), **options
     )
-    if args.json:
-        print(json.dumps(evaluation))
-        return 0
-    for name, split in evaluation["splits"].items():
-        print(f"{name}\n{table(split['predictors'])}")
+    print(json.dumps(trained.report) if args.json else trained)
     return 0
 
 

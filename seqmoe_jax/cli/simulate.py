@@ -17,9 +17,6 @@ from seqmoe_jax.simulation.settings import CHUNKS, Prefetcher, SimulatedPolicy, 
 if TYPE_CHECKING:  # at run time only where used: these compile code that no other command needs
     from seqmoe_jax.simulation.simulator import SimulationResult
     from seqmoe_jax.traces.forecasts import Forecasts
-    from seqmoe_jax.traces.format import Trace
-
-ROLLOUT = 7  # steps beyond the coming one that policy `seqmoe-rollout` scores by: 8 in all (paper, 9.1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
     """Reads, simulates every combination, prints one line, a table or JSON; returns the exit status."""
     from tqdm import tqdm
 
+    from seqmoe_jax.research.simulation import ROLLOUT, forecasts_by
     from seqmoe_jax.simulation.simulator import simulate
     from seqmoe_jax.traces.forecasts import read_forecasts
     from seqmoe_jax.traces.format import read_trace
@@ -102,19 +100,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(table(configs, results) if len(configs) > 1 else describe(configs[0], results[0]))
     return 0
-
-
-def forecasts_by(predictor: str, whole: Trace, trace: Trace, *, model: str | None, rollout: int) -> Forecasts:
-    """What a predictor says of `trace`, a part of `whole`, and of `rollout` steps after each."""
-    if predictor == "first-order":
-        from seqmoe_jax.traces.first_order import FirstOrder
-
-        return FirstOrder.fit(whole.select("train")).forecasts(trace, rollout=rollout)
-    from seqmoe_jax.forecast import store
-    from seqmoe_jax.forecast.evaluation.export import forecasts_of
-
-    directory = store.require_predictor(predictor, model or trace.model, **trace.sizes)
-    return forecasts_of(*store.load(directory), trace, rollout=rollout, name=predictor)
 
 
 def configurations(args: argparse.Namespace, forecasts: Forecasts | None) -> list[Simulation]:

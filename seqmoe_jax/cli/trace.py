@@ -51,10 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Reads the prompts, loads the model, records; prints one line or one JSON object."""
-    from tqdm import tqdm
-
     from seqmoe_jax.traces.prompts import read_prompts
-    from seqmoe_jax.traces.record import Recording, check_output, record
+    from seqmoe_jax.traces.record import Recording, check_output, progress_bar, record
 
     check_output(args.out, force=args.force)
     options, prompts = generate_options(args), read_prompts(args.prompts)
@@ -64,12 +62,7 @@ def run(args: argparse.Namespace) -> int:
     recording = Recording(max_new_tokens=args.max_new_tokens, sampling=sampling, eos_token_ids=engine.eos_token_ids)
     encoded = encode(engine, prompts, chat=args.chat)
     begun = time.perf_counter()
-    with tqdm(total=len(prompts), unit="prompt", disable=quiet, leave=False) as bar:
-
-        def progress(done: int, steps: int) -> None:
-            bar.update(done - bar.n)
-            bar.set_postfix_str(f"{steps} steps")
-
+    with progress_bar(len(prompts), not quiet) as progress:
         model = model_name(args)
         trace = record(
             engine.token_engine, prompts, encoded, recording, args.out, model=model, force=args.force, progress=progress

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 from jaxtyping import Array, Float, Int32
 
+from seqmoe_jax.display import size
 from seqmoe_jax.models.mixers.base import Weights
 from seqmoe_jax.models.mlp import DenseWeights, SharedWeights
 from seqmoe_jax.models.residual import HyperWeights
@@ -35,6 +37,15 @@ class ModelWeights(NamedTuple):
     norm: Float[Array, " H"]
     head: Float[Array, "V H"]  # the same array as `embed` where the model ties them
     streams: HyperWeights | None = None
+
+    def __repr__(self) -> str:
+        """Sizes: the numbers themselves would be of no use to anybody."""
+        leaves = {
+            id(leaf): leaf for leaf in jax.tree.leaves(self) if hasattr(leaf, "nbytes")
+        }  # a tied head is there once
+        dtypes = sorted({str(leaf.dtype) for leaf in leaves.values()})
+        held = size(sum(leaf.nbytes for leaf in leaves.values()))
+        return f"ModelWeights({len(self.layers)} layers, {held} of {', '.join(dtypes)})"
 
     @property
     def hash_tables(self) -> dict[int, Int32[Array, "V K"]]:

@@ -203,6 +203,14 @@ def finish_chunk(
     return stream._replace(x=_put(stream.x, block.moe_output(x, normed, mixing, routed, weights, layer)[0], at))
 
 
+@partial(jax.jit, static_argnames=("spec", "width"))
+def score_chunk(
+    stream: Stream, weights: ModelWeights, at: Int[Array, ""], *, spec: ModelSpec, width: int
+) -> Float32[Array, "T V"]:
+    """The logits after every token of a chunk."""
+    return block.logits_of(_cut(stream.x, at, width), weights, spec)
+
+
 @partial(jax.jit, static_argnames=("config", "width"), donate_argnums=0)
 def end_chunk(
     reading: Reading,

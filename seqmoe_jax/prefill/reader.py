@@ -32,6 +32,7 @@ from seqmoe_jax.prefill.programs import (
     finish_chunk,
     join_states,
     route_chunk,
+    score_chunk,
 )
 from seqmoe_jax.prefill.replay import replayed
 from seqmoe_jax.programs import Programs, on_device
@@ -132,6 +133,22 @@ class PromptReader:
                 for array, of_pass in zip(kept[chunk.sequence], routing, strict=True):
                     part = array[chunk.start : chunk.start + chunk.width]
                     part[:] = of_pass[:, chunk.at : chunk.at + len(part)].swapaxes(0, 1)
+        return kept
+
+    def logits(
+        self, sequences: Sequence[Sequence[int]], *, capacity: int, offload: Offload, hold: Hold
+    ) -> list[Float32[np.ndarray, "T V"]]:
+        """Reads sequences for the logits after every token of them. The predictor is left alone."""
+        kept = [np.zeros((len(s), self.model.spec.vocab), np.float32) for s in sequences]
+        state = self._begin(sequences, [1] * len(sequences), len(sequences), capacity, offload, hold, None)
+        for each, stream, _ in self._passes(sequences, state):
+            for chunk in each.chunks:
+                logits = self._run(
+                    (chunk.width, each.length), f"the logits of {chunk.width} tokens", score_chunk, stream,
+                    self.model.weights, self._scalar(chunk.at), spec=self.model.spec, width=chunk.width,
+                )  # fmt: skip
+                part = kept[chunk.sequence][chunk.start : chunk.start + chunk.width]
+                part[:] = np.asarray(logits)[: len(part)]
         return kept
 
     def join(self, lanes: Sequence[Lane]) -> tuple[State, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class SimulationResult:
     link_bound: float  # the share that would be left if every transfer overlapped with compute
     slots: int
     steps: int  # counted
-    hit_rate_per_layer: tuple[float, ...]
+    hit_rate_per_layer: tuple[float, ...] = field(repr=False)
 
     def as_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self)

@@ -31,20 +31,27 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Integer, UInt8
 
+from seqmoe_jax.display import table
 from seqmoe_jax.errors import TraceError
 from seqmoe_jax.outputs.runs import Run, from_json
 from seqmoe_jax.traces.archive import names_in, read_arrays, read_text, write_arrays
 from seqmoe_jax.traces.validation import OPTIONAL, REQUIRED, check_arrays, check_headers
 
+if TYPE_CHECKING:
+    from seqmoe_jax.api import Engine
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Trace:
-    """Expert activations of N sequences, T steps in all. Fields as in the module's table."""
+    """Expert activations of N sequences, T steps in all. Fields as in the module's table.
+
+    `Trace.record` makes one, `Trace.load` and `save` read and write the file.
+    """
 
     ids: Integer[np.ndarray, "T L K"]
     probs_u8: UInt8[np.ndarray, "T L K"]
@@ -57,6 +64,45 @@ class Trace:
     split: np.ndarray | None = None
     prefill_lens: Integer[np.ndarray, " N"] | None = None
     metadata: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Trace:
+        """Reads a trace file, validated in full. Raises `TraceError` in one line for anything wrong with it."""
+        return read_trace(path)
+
+    @staticmethod
+    def record(engine: Engine, prompts: Sequence[Any], out: str | os.PathLike[str] | None = None, **how: Any) -> Trace:
+        """The routing of an engine's model on prompts, text or token ids, and on what it makes of them.
+
+        `out` and `how` are those of `traces.record.record_prompts`: `max_new_tokens` (256), `splits`, `sampling`,
+        `model`, `force`, `progress`.
+        """
+        from seqmoe_jax.traces.record import record_prompts
+
+        return record_prompts(engine, prompts, out, **how)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file, whole or not at all. Raises `TraceError` or `OutputError`."""
+        write_trace(path, self)
+
+    def __repr__(self) -> str:
+        splits = "" if self.split is None else f", splits {', '.join(map(str, np.unique(self.split)))}"
+        return (
+            f"Trace({self.model or 'unnamed'}: {self.sequences} sequences, {self.steps:,} steps, {self.layers} layers "
+            f"of {self.num_experts} experts, {self.active} active{splits})"
+        )
+
+    def _repr_html_(self) -> str:
+        rows: dict[str, object] = {
+            "sequences": self.sequences,
+            "steps": f"{self.steps:,}, of them {int(self.decoded().sum()):,} decoded",
+            "layers": self.layers,
+            "experts": f"{self.num_experts} in each, {self.active} active",
+        }
+        if self.split is not None:
+            names, counts = np.unique(self.split, return_counts=True)
+            rows["splits"] = ", ".join(f"{name} ({count})" for name, count in zip(names, counts, strict=True))
+        return table(f"Trace of {self.model or 'an unnamed model'}", rows)
 
     @property
     def steps(self) -> int:

@@ -12,13 +12,16 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float32, Integer, UInt8
 
+from seqmoe_jax.display import shows_progress
 from seqmoe_jax.errors import NonFiniteError, PromptError
 from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.outputs.files import check_file
@@ -28,6 +31,7 @@ from seqmoe_jax.traces.format import Trace, join, read_run, read_trace, write_tr
 from seqmoe_jax.traces.prompts import Prompt
 
 if TYPE_CHECKING:  # the engine is handed in: traces are below it
+    from seqmoe_jax.api import Engine
     from seqmoe_jax.engine import TokenEngine
 
 GROUP = 64  # prompts per file of a run that is not finished
@@ -100,6 +104,65 @@ def record(
         trace = join([read_trace(path) for path in files])
         write_trace(out, trace, beside=parts)
     return trace
+
+
+def record_prompts(
+    engine: Engine,
+    prompts: Sequence[str | Sequence[int]],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    max_new_tokens: int = 256,
+    splits: Sequence[str] | None = None,
+    sampling: SamplingConfig | None = None,
+    model: str | None = None,
+    force: bool = False,
+    progress: bool | None = None,
+) -> Trace:
+    """The routing of an engine's model on prompts and on what it makes of them.
+
+    Args:
+      prompts: texts or token ids.
+      out: a file to write it to; a run that is killed goes on from what is beside it. None: it is in memory alone.
+      max_new_tokens: after each prompt, at least 2, up to one of the engine's end tokens.
+      splits: one for each prompt, such as "train" and "test".
+      sampling: how tokens are drawn. Default: greedy.
+      model: the name that the trace carries, by which predictors are found. Default: the engine's.
+      progress: a bar. Default: in a terminal or a notebook.
+
+    Raises `PromptError`, `OutputError` and what `Engine.generate` does.
+    """
+    if isinstance(prompts, str) or not prompts:
+        raise PromptError("expected a list of prompts to record, got " + ("text" if prompts else "none"))
+    if splits is not None and len(splits) != len(prompts):
+        raise PromptError(f"expected a split for each of {len(prompts)} prompts, got {len(splits)}")
+    encoded = [engine.request(prompt, max_new_tokens=1, index=index).tokens for index, prompt in enumerate(prompts)]
+    each = [
+        Prompt(text=prompt if isinstance(prompt, str) else "", split=None if splits is None else splits[index])
+        for index, prompt in enumerate(prompts)
+    ]
+    recording = Recording(
+        max_new_tokens=max_new_tokens, sampling=sampling or SamplingConfig(), eos_token_ids=engine.eos_token_ids
+    )
+    with ExitStack() as stack:
+        if out is None:
+            out = Path(stack.enter_context(TemporaryDirectory())) / "trace.npz"
+        bar = stack.enter_context(progress_bar(len(prompts), shows_progress(progress)))
+        name = model or engine.name
+        return record(engine.token_engine, each, encoded, recording, out, model=name, force=force, progress=bar)
+
+
+@contextmanager
+def progress_bar(total: int, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """Shows how many of the prompts are done."""
+    from tqdm.auto import tqdm
+
+    with tqdm(total=total, unit="prompt", disable=not shown, leave=False) as bar:
+
+        def progress(done: int, steps: int) -> None:
+            bar.update(done - bar.n)
+            bar.set_postfix_str(f"{steps} steps")
+
+        yield progress
 
 
 def check_output(out: Path, run: Run | None = None, *, needed: int = 0, force: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -12,6 +11,7 @@ from flax import nnx
 
 from seqmoe_jax.api import Engine, LoadBar, say
 from seqmoe_jax.compilation import enable_compilation_cache
+from seqmoe_jax.display import shows_progress
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import ConfigError, ResidencyError
 from seqmoe_jax.forecast.store import choose_predictor
@@ -76,7 +76,7 @@ def from_nnx(
             active=spec.moe.top_k,
         )  # fmt: skip
     _check_fits(found, chosen, dtype, device)
-    shown = sys.stderr.isatty() if progress is None else progress
+    shown = shows_progress(progress)
     with LoadBar(shown, found.name) as bar:
         loaded = found.load(dtype, device, bar)
     engine = TokenEngine(

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -35,15 +34,6 @@ STYLES = {
 
 def tunix(**changes):
     return Qwen3(replace(TunixConfig(), **changes), rngs=nnx.Rngs(1))
-
-
-@pytest.fixture
-def no_type_checks():
-    """As for a caller outside the tests, where a wrong type reaches the function."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.fixture(scope="module")
