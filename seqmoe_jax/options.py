@@ -84,8 +84,8 @@ class EngineOptions:
     device_memory: instead of a residency, a budget for weights, slots, keys and values and workspace: "12GiB" or bytes.
     policy: which expert leaves when a missing one needs its slot: "seqmoe" (what the forecast needs least), "lru",
         "lfu", "prefill-hot" (what the prompt used most stays) or "full" (what was resident after loading stays).
-    predictor: what policy seqmoe forecasts by: "auto" (the one that ships for this model, else the past alone), a
-        directory that `seqmoe train-predictor` wrote, or "none".
+    predictor: what policy seqmoe forecasts by: "auto" (the one that `seqmoe learn` installed for this model or that
+        ships for it, else the past alone), a directory that `seqmoe train-predictor` wrote, or "none".
     transfers: the engine that moves experts ahead of their use, where there is a predictor: "auto" (what measured best:
         `dma` on NVIDIA GPUs, else none), "none", "device_put", "callback" or "dma".
     max_batch: most sequences decoded together, 1 to 8. Each adds K experts to the least number of slots.

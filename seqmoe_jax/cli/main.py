@@ -31,6 +31,7 @@ COMMANDS = (
     Command("generate", "generate text", "cli.generate"),
     Command("serve", "an OpenAI-compatible HTTP server", "cli.serve"),
     Command("plan", "will a model fit, at which residency, what it needs", "cli.plan"),
+    Command("learn", "a predictor of one's own for a model, from prompts to where it is found", "cli.learn"),
     Command("trace", "record the expert activations of a model on prompts", "cli.trace"),
     Command("stretch-trace", "a trace made into one of a larger shape", "cli.stretch_trace"),
     Command("simulate", "hit rate, transfers and share of full load, from a trace", "cli.simulate"),

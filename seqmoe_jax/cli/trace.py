@@ -26,16 +26,26 @@ from seqmoe_jax.cli.terminal import text
 
 if TYPE_CHECKING:
     from seqmoe_jax.api import Engine
+    from seqmoe_jax.traces.format import Trace
     from seqmoe_jax.traces.prompts import Prompt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recording_arguments(parser)
+    parser.add_argument(
+        "--out", type=output, required=True, metavar="T.npz", help="what is done so far is kept in T.npz.parts"
+    )
+    add_force(parser)
+    add_json(parser)
+
+
+def add_recording_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is recorded and how: all but where it goes."""
     add_load_arguments(parser)
     add_sampling_arguments(parser)
     add = parser.add_argument
     add("--prompts", required=True, metavar="FILE", help="one per line; or .jsonl of objects with 'prompt' and, "
         "if wanted, 'split' and 'temperature'")  # fmt: skip
-    add("--out", type=output, required=True, metavar="T.npz", help="what is done so far is kept in T.npz.parts")
     add("--chat", action="store_true", help="prompts are a user's messages, to be answered by the chat template")
     add("--max-new-tokens", type=integer_from(2), default=256, metavar="N", help="per prompt, at most (default: 256)")
     add("--batch", type=batch, default=8, metavar="B", help="sequences decoded together, 1 to 8 (default: 8)")
@@ -45,28 +55,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ID",
         help="what the trace calls the model (default: MODEL, of a path its last part)",
     )
-    add_force(parser)
-    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Reads the prompts, loads the model, records; prints one line or one JSON object."""
     from seqmoe_jax.traces.prompts import read_prompts
-    from seqmoe_jax.traces.record import Recording, check_output, progress_bar, record
+    from seqmoe_jax.traces.record import check_output
 
     check_output(args.out, force=args.force)
-    options, prompts = generate_options(args), read_prompts(args.prompts)
-    quiet = args.json or not sys.stderr.isatty()
+    generate_options(args)  # faults in them
+    prompts = read_prompts(args.prompts)
     engine = load_engine(args, max_batch=args.batch, progress=progress_of(args))
-    sampling = options.sampling_over(engine.defaults)
-    recording = Recording(max_new_tokens=args.max_new_tokens, sampling=sampling, eos_token_ids=engine.eos_token_ids)
-    encoded = encode(engine, prompts, chat=args.chat)
     begun = time.perf_counter()
-    with progress_bar(len(prompts), not quiet) as progress:
-        model = model_name(args)
-        trace = record(
-            engine.token_engine, prompts, encoded, recording, args.out, model=model, force=args.force, progress=progress
-        )
+    trace = recorded(engine, args, prompts, args.out)
     decoded = int(trace.decoded().sum())
     said = {
         "trace": str(args.out),
@@ -86,6 +87,20 @@ def run(args: argparse.Namespace) -> int:
             f"{trace.steps - decoded} of prompts, in {said['seconds']} s"
         )
     return 0
+
+
+def recorded(engine: Engine, args: argparse.Namespace, prompts: Sequence[Prompt], out: Path) -> Trace:
+    """The trace of the prompts, recorded as the arguments say, with a progress bar on a terminal."""
+    from seqmoe_jax.traces.record import Recording, progress_bar, record
+
+    sampling = generate_options(args).sampling_over(engine.defaults)
+    recording = Recording(max_new_tokens=args.max_new_tokens, sampling=sampling, eos_token_ids=engine.eos_token_ids)
+    encoded = encode(engine, prompts, chat=args.chat)
+    model, quiet = model_name(args), args.json or not sys.stderr.isatty()
+    with progress_bar(len(prompts), not quiet) as progress:
+        return record(
+            engine.token_engine, prompts, encoded, recording, out, model=model, force=args.force, progress=progress
+        )
 
 
 def encode(engine: Engine, prompts: Sequence[Prompt], *, chat: bool) -> list[list[int]]:

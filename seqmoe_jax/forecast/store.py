@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,22 @@ from jaxtyping import Integer
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as serialize
 
+from seqmoe_jax.compilation import cache_directory
 from seqmoe_jax.errors import PredictorError
 from seqmoe_jax.fields import shown
 from seqmoe_jax.forecast.config import PredictorConfig, short_name
 from seqmoe_jax.forecast.tensors import check_tensors
 from seqmoe_jax.inputs import check_file, parse_json
+from seqmoe_jax.outputs.directories import make_directory, writing_directory
 from seqmoe_jax.outputs.files import writing
+from seqmoe_jax.outputs.parts import parts_of
 from seqmoe_jax.outputs.runs import Run, from_json, to_json
 
 PART_BYTES = 14_000_000
 SHIPPED = Path(__file__).resolve().parent.parent / "predictors"
 EVALUATION = "evaluation.json"
-FILES = ("predictor-*.safetensors", EVALUATION)
+LEARNED = "learned.json"  # how `seqmoe learn` made a predictor, and what it found that it is worth
+FILES = ("predictor-*.safetensors", EVALUATION, LEARNED)
 # The predictors that ship were written when their configuration and their tensors had these names.
 FORMER_NAMES = {"width": "d_model", "head": "head_dim", "columns": "d_state", "log_rate": "A_log", "skip": "D"}
 
@@ -163,15 +168,34 @@ def _config(directory: str | Path, metadata: Mapping[str, str]) -> PredictorConf
 
 
 def find_predictor(model: str | Path, *, layers: int, experts: int, active: int) -> Path | None:
-    """The directory of the predictor that ships for a model, or None.
+    """The directory of the predictor that is installed for a model, else of the one that ships for it, or None.
 
     It is found by the model's `short_name`, and must be of the model's L `layers`, E `experts` and K `active`.
     """
-    directory = SHIPPED / short_name(model)
-    if not directory.is_dir():
-        return None
-    config = read_config(directory)
-    return directory if (config.layers, config.experts, config.active) == (layers, experts, active) else None
+    for directory in (installed(model), SHIPPED / short_name(model)):
+        if directory.is_dir():
+            config = read_config(directory)
+            if (config.layers, config.experts, config.active) == (layers, experts, active):
+                return directory
+    return None
+
+
+def installed(model: str | Path) -> Path:
+    """Where the predictor is, if there is one, that `seqmoe learn` installed for a model.
+
+    Raises `ConfigError` where there is no home directory.
+    """
+    return cache_directory() / "predictors" / short_name(model)
+
+
+def install(directory: Path, model: str | Path) -> Path:
+    """Copies a predictor to where `auto` finds it for a model, over what is there. Raises `OutputError`."""
+    to = installed(model)
+    make_directory(to.parent)
+    with parts_of(to, {"from": str(directory)}, force=True) as parts, writing_directory(to, beside=parts) as staged:
+        for path in sorted(path for pattern in FILES for path in directory.glob(pattern)):
+            shutil.copyfile(path, staged / path.name)
+    return to
 
 
 def choose_predictor(
@@ -199,7 +223,7 @@ def require_predictor(choice: str | Path, model: str | Path | None, *, layers: i
         there = ", ".join(sorted(path.name for path in SHIPPED.glob("*") if path.is_dir())) or "none"
         shape = f"L={layers}, E={experts}, K={active}"
         raise PredictorError(
-            f"no predictor ships for model {str(model)!r} with {shape} (there are: {there}); "
-            "train one with `seqmoe train-predictor`"
+            f"no predictor ships for model {str(model)!r} with {shape} (there are: {there}), and none is installed; "
+            "make one with `seqmoe learn` or `seqmoe train-predictor`"
         )
     return found

@@ -25,6 +25,14 @@ def check_directory(path: Path, *, mine: tuple[str, ...], needed: int = 0) -> No
     check_directory_takes(target.parent, path, needed)
 
 
+def make_directory(path: Path) -> None:
+    """A directory that results go into, and those above it, unless they are there. Raises `OutputError`."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{path}: this directory cannot be made: {reason_of(error)}") from None
+
+
 @contextmanager
 def writing_directory(path: Path, *, beside: Path) -> Iterator[Path]:
     """A new directory inside `beside`, which becomes `path` once the block has ended without an error.

@@ -36,8 +36,8 @@ def simulate(
     Args:
       trace: of at least `skip` decoded steps.
       residency: slots as a share of all experts, in (0, 1].
-      policy: what is evicted: "lru", "lfu", "prefill-hot", "seqmoe", "seqmoe-rollout", or with the future known
-        "belady" and "belady-8".
+      policy: what is evicted: "lru", "lfu", "prefill-hot", "history", "seqmoe", "seqmoe-rollout", or with the future
+        known "belady" and "belady-8".
       prefetcher: what is moved ahead: "none", "moe-infinity", "promoe" or "seqmoe".
       predictor: whose forecasts policy `seqmoe` and the prefetchers use: a directory, "auto" (the one that ships for
         the model), "first-order" (statistics of split train), or `Forecasts`.

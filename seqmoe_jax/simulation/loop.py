@@ -13,9 +13,9 @@ from seqmoe_jax.prefetch.compiled import compiled
 from seqmoe_jax.simulation.counters import Counters, new_counters, reset
 from seqmoe_jax.simulation.link import SimulatedLink, drop, interrupt, land, new_link, next_layer, run_link
 from seqmoe_jax.simulation.pool import FETCH, NOWHERE, SimulatedPool, load, new_pool, release
-from seqmoe_jax.simulation.rules import BELADY_8, NONE, SCORED, Rules
+from seqmoe_jax.simulation.rules import BELADY_8, HISTORY, NONE, SCORED, Rules
 from seqmoe_jax.simulation.tasks import plan
-from seqmoe_jax.simulation.values import Uses, new_uses, value_in_sight, value_pending, value_used
+from seqmoe_jax.simulation.values import Uses, new_uses, value_by_history, value_in_sight, value_pending, value_used
 
 
 class SimulationState(NamedTuple):
@@ -62,6 +62,8 @@ def replay(ids, first_step, rules, signals, state):
                 if rules.scheduler != NONE:
                     plan(pool, link, rules, signals.refined[t], signals, t, step, layer)
             run_layer(ids[t, layer], t, step, layer, rules, signals, state)
+        if rules.policy == HISTORY:
+            value_by_history(pool.value, ids[t], rules.layers)
         counters.steps[0] += 1
 
 

@@ -8,9 +8,9 @@ from seqmoe_jax.simulation.settings import Simulation
 from seqmoe_jax.traces.forecasts import Forecasts
 from seqmoe_jax.traces.format import Trace
 
-LRU, LFU, SCORED, BELADY, BELADY_8 = range(5)  # `Rules.policy`; SCORED is every policy that evicts by a score
+LRU, LFU, SCORED, BELADY, BELADY_8, HISTORY = range(6)  # `Rules.policy`; SCORED is every policy that evicts by a score
 NONE, SEQMOE, MOE_INFINITY, PROMOE = range(4)  # `Rules.scheduler`
-_POLICIES = {"lru": LRU, "lfu": LFU, "belady": BELADY, "belady-8": BELADY_8}
+_POLICIES = {"lru": LRU, "lfu": LFU, "belady": BELADY, "belady-8": BELADY_8, "history": HISTORY}
 _SCHEDULERS = {"none": NONE, "seqmoe": SEQMOE, "moe-infinity": MOE_INFINITY, "promoe": PROMOE}
 
 

@@ -15,8 +15,9 @@ from seqmoe_jax.errors import ConfigError
 if TYPE_CHECKING:
     from seqmoe_jax.traces.forecasts import Forecasts
 
-SimulatedPolicy = Literal["lru", "lfu", "prefill-hot", "seqmoe", "seqmoe-rollout", "belady-8", "belady"]
-"""What is evicted. The first four are the engine's policies of the same names.
+SimulatedPolicy = Literal["lru", "lfu", "prefill-hot", "history", "seqmoe", "seqmoe-rollout", "belady-8", "belady"]
+"""What is evicted. `lru`, `lfu`, `prefill-hot` and `seqmoe` are the engine's policies of the same names; `history` is
+its `seqmoe` without a predictor.
 
 `seqmoe` keeps experts by their retention score; `seqmoe-rollout` scores them by the paper's rollout instead (7.1).
 `belady` evicts what is used last, which nothing can beat by demand alone; `belady-8` knows 8 steps.
@@ -25,6 +26,7 @@ Prefetcher = Literal["none", "moe-infinity", "promoe", "seqmoe"]
 """What chooses the next transfer: nothing, the two baselines of the paper (3.2), or Algorithm 1."""
 
 CHUNKS = 16  # 64 gained .002 more; a chunk should stay large enough for the link to run at full speed
+HISTORY_DECAY = 0.95  # per step, of policy `history`, as in the engine
 EXTRA_TASKS = 6  # per layer beyond K, where the paper has 3: Algorithm 1 takes the surest of them anyway
 
 
@@ -100,6 +102,11 @@ def beyond_paper(config: Simulation, forecasts: Forecasts | None = None, *, chun
         extra_tasks=EXTRA_TASKS,
         threshold=threshold_for(config.transfer_cost, chunks),
     )
+
+
+def like_engine(config: Simulation) -> Simulation:
+    """`config` with what the engine does beyond the paper where it prefetches, as near as the simulator comes."""
+    return replace(config, refine=True, chunks=CHUNKS, compare=True, late=True, threshold=0.2)
 
 
 def threshold_for(transfer_cost: float, chunks: int = CHUNKS) -> float:

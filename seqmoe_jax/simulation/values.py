@@ -8,6 +8,7 @@ import numpy as np
 
 from seqmoe_jax.prefetch.compiled import compiled
 from seqmoe_jax.simulation.rules import BELADY, BELADY_8, LFU, LRU
+from seqmoe_jax.simulation.settings import HISTORY_DECAY
 
 FAR = 1 << 40  # position of a use that never comes
 SIGHT = 8  # steps that policy `belady-8` knows
@@ -42,6 +43,17 @@ def value_in_sight(value, uses, position, layers):
             value[k] = -uses.next[k]
         else:
             value[k] = uses.last[k] - FAR
+
+
+@compiled
+@no_type_check
+def value_by_history(value, routed, layers):
+    """HISTORY, after a step that `routed` [L, K]: a discounted frequency of use."""
+    experts = value.shape[0] // layers
+    value *= HISTORY_DECAY
+    for layer in range(layers):
+        for expert in routed[layer]:
+            value[layer * experts + expert] += 1 - HISTORY_DECAY
 
 
 @compiled

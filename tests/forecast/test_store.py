@@ -30,7 +30,8 @@ def small(model: str) -> PredictorConfig:
 
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
-    """A package that ships the predictor of one model."""
+    """A package that ships the predictor of one model, and a user who has installed none."""
+    monkeypatch.setenv("SEQMOE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(store, "SHIPPED", tmp_path)
     config = small("owner/Model-7B")
     shapes = nnx.eval_shape(lambda: Predictor(config, rngs=nnx.Rngs(0)).weights())

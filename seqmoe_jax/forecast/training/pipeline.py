@@ -84,7 +84,7 @@ def train_predictor(
         "trace": trace.digest, **dataclasses.asdict(config), **dataclasses.asdict(training), "seed": seed,
         "sampled_updates": sampled_updates, "teachers": teachers, "stop_at": stop_at,
     }  # fmt: skip
-    check_output(out, made_by, needed=_needed_bytes(config, training), force=force)
+    check_output(out, made_by, needed=needed_bytes(config, training), force=force)
     with parts_of(out, made_by, force=force, restart=restart) as checkpoints:
         if not restart and is_of(store.read_run(out), made_by) and (done := _evaluation(out)):
             return done
@@ -134,7 +134,7 @@ def _evaluation(directory: Path) -> dict[str, Any] | None:
         return None
 
 
-def _needed_bytes(config: PredictorConfig, training: TrainConfig) -> int:
+def needed_bytes(config: PredictorConfig, training: TrainConfig) -> int:
     """Room for the checkpoints of a stage, one of which is written before another goes."""
     return (KEPT + 1) * checkpoint_bytes(jax.eval_shape(functools.partial(start, config, training, 0)))
 
