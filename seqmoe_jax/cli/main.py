@@ -33,6 +33,7 @@ COMMANDS = (
     Command("plan", "will a model fit, at which residency, what it needs", "cli.plan"),
     Command("learn", "a predictor of one's own for a model, from prompts to where it is found", "cli.learn"),
     Command("trace", "record the expert activations of a model on prompts", "cli.trace"),
+    Command("import-trace", "a trace from what vLLM's server says of its routing", "cli.import_trace"),
     Command("stretch-trace", "a trace made into one of a larger shape", "cli.stretch_trace"),
     Command("simulate", "hit rate, transfers and share of full load, from a trace", "cli.simulate"),
     Command("train-predictor", "train a predictor of expert activations on a trace", "cli.predictor",

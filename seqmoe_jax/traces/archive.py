@@ -73,16 +73,28 @@ def _check_sizes(members: list[zipfile.ZipInfo], packed: int) -> None:
 
 def _read_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Header:
     with archive.open(member) as file:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(file)
-        begin = file.tell()
+        return _header_of(file, member.filename, member.file_size)
+
+
+def _header_of(file: Any, name: str, size: int) -> Header:
+    """That of an array which takes `size` bytes of a file with it."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)
+    begin = file.tell()
     # Strings of no characters are arrays of no bytes, however many there are.
     if dtype.kind not in "biufUS" or not dtype.itemsize or min(shape, default=0) < 0:
-        raise TraceError(f"{member.filename}: expected numbers or strings, got {dtype} of shape {shape}")
-    if begin + math.prod(shape) * dtype.itemsize != member.file_size:
-        raise TraceError(f"{member.filename}: shape {shape} of {dtype} is not the size of its {member.file_size} bytes")
+        raise TraceError(f"{name}: expected numbers or strings, got {dtype} of shape {shape}")
+    if begin + math.prod(shape) * dtype.itemsize != size:
+        raise TraceError(f"{name}: shape {shape} of {dtype} is not the size of its {size} bytes")
     return Header(shape, dtype)
+
+
+def array_of(data: bytes, name: str) -> np.ndarray:
+    """The array in the bytes of an `.npy` file. Raises `TraceError`, and whatever NumPy raises over damaged ones."""
+    _header_of(io.BytesIO(data), name, len(data))
+    array: np.ndarray = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+    return array
 
 
 def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:

@@ -31,8 +31,10 @@ from seqmoe_jax.traces.first_order import FirstOrder
 from seqmoe_jax.traces.forecasts import read_forecasts, write_forecasts
 from seqmoe_jax.traces.format import read_trace, write_trace
 from seqmoe_jax.traces.prompts import read_prompts
+from seqmoe_jax.traces.responses import read_responses
 from tests.hostile.harness import Reader
 from tests.hostile.mutations import spoiled, spoiled_json
+from tests.traces.test_responses import npy_base64
 
 DATA = Path(__file__).parents[1] / "data"
 DEMO = store.SHIPPED.parent / "demo"
@@ -103,9 +105,19 @@ def readers(work: Path) -> Iterator[Reader]:
         share=0.3,
     )
     yield Reader(name="prompts", attempt=partial(_prompts, work / "p.jsonl"))
+    yield Reader(name="answers of vLLM", attempt=partial(_responses, work / "r.jsonl"), share=0.5)
     evaluation = json.loads((store.SHIPPED / "demo" / store.EVALUATION).read_text())
     yield Reader(name="evaluation JSON", attempt=partial(_plot, "_recall", evaluation, work / "e.json"), share=0.1)
     yield Reader(name="benchmark JSON", attempt=partial(_plot, "_bench", BENCH, work / "b.json"), share=0.1)
+
+
+def _responses(path: Path, draw: Random) -> None:
+    routing = [[[1, 0], [2, 3]], [[3, 1], [0, 2]], [[0, 1], [1, 3]]]
+    as_npy = draw.random() < 0.5
+    choice = {"token_ids": [5, 6], "routed_experts": npy_base64(routing) if as_npy else routing}
+    answer = {"choices": [choice], "prompt_token_ids": [3, 4], "split": "train"}
+    path.write_bytes(spoiled_json(answer, draw).replace(b"\n", b" ") + b"\n")
+    assert read_responses(path, experts=4, model="m").steps > 0
 
 
 def _config(path: Path, draw: Random) -> None:
