@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.backend import resolve
+from pallas_kernels.layout import ExpertLayout
 from seqmoe_jax.errors import ConfigError, ResidencyError
 from seqmoe_jax.experts.cache import CacheConfig, keep
 from seqmoe_jax.experts.policy import rule_of
@@ -72,25 +73,29 @@ def offload(
         raise ConfigError(f"where: expected at least one of the {len(found)} MoE blocks ({paths}, ...), got none")
     slots = ExpertSlots(_cache_config(spec, len(blocks), residency, policy, kernels), device)
     moe = {block.path: spec.layers[index].mlp for index, block in zip(spec.moe_layers, found, strict=True)}
-    layers = zip(blocks, _experts(arrays, blocks), strict=True)
-    for index, (block, fields) in enumerate(layers):
-        (pool,) = stacked_pool(spec.expert_layout, [fields], 1, device)
+    for index, block in enumerate(blocks):
         each = moe[block.path]
         assert isinstance(each, MoESpec)
-        new = OffloadedMoE(each, _dense(arrays, block, each, device), _jax_owned(pool, device), slots, index=index,
-                           beside=chosen.beside)  # fmt: skip
+        new = OffloadedMoE(each, _dense(arrays, block, each, device), _pool(arrays, block, spec.expert_layout, device),
+                           slots, index=index, beside=chosen.beside)  # fmt: skip
         _replace(model, block.path, new)
         if not slots.config.managed:
             _fill(slots, new)
     return slots
 
 
-def _experts(arrays: ModuleArrays, blocks: list[BlockPlaces]) -> Iterator[Mapping[str, np.ndarray]]:
-    for block in blocks:
-        read = {path: arrays.read(path) for path in {place.path for place in block.experts.values()}}
-        yield {name: place.of(read[place.path]) for name, place in block.experts.items()}
-        read.clear()
-        arrays.drop(*{place.path for place in block.experts.values()})
+def _pool(arrays: ModuleArrays, block: BlockPlaces, layout: ExpertLayout, device: jax.Device) -> jax.Array:
+    """The experts of a block in pinned host memory; they leave the module."""
+    paths = {place.path for place in block.experts.values()}
+    read = {path: arrays.read(path) for path in paths}
+    fields = {name: place.of(read[place.path]) for name, place in block.experts.items()}
+    (pool,) = stacked_pool(layout, [fields], 1, device)
+    fields.clear()
+    read.clear()
+    arrays.drop(*paths)
+    # In memory of JAX's own: it is donated with the model, and memory that we lent JAX would be copied then.
+    pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
+    return jax.device_put(pool, pinned, may_alias=False).block_until_ready()
 
 
 def _dense(arrays: ModuleArrays, block: BlockPlaces, moe: MoESpec, device: jax.Device) -> MoEWeights:
@@ -120,11 +125,6 @@ def _cache_config(spec: ModelSpec, layers: int, residency: Residency, policy: An
         layout=spec.expert_layout, layers=layers, experts=moe.num_experts, slots=slots, rule=rule_of(policy),
         managed=slots < keys, implementation=resolve(kernels),
     )  # fmt: skip
-
-
-def _jax_owned(pool: jax.Array, device: jax.Device) -> jax.Array:
-    """The pool in memory of JAX's own: it is donated with the model, and memory that we lent JAX would be copied."""
-    return jax.device_put(pool, SingleDeviceSharding(device, memory_kind="pinned_host"), may_alias=False)
 
 
 def _fill(slots: ExpertSlots, block: OffloadedMoE) -> None:
