@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     beyond.add_argument("--keep", type=number, metavar="W", help="weight of later use against use in this step")
     beyond.add_argument("--late", action="store_true", help="count what an incomplete transfer saves")
     beyond.add_argument("--horizon", type=natural, metavar="N", help="steps beyond the running one that get tasks")
+    beyond.add_argument("--guard", action="store_true", help="follow the predictor as far as it proves right")
     add_json(parser, "machine-readable output: an object, or a list where there are several")
 
 
@@ -122,7 +123,9 @@ def configuration(args: argparse.Namespace, config: Simulation, forecasts: Forec
     chunks = args.chunks if args.chunks is not None else (CHUNKS if args.beyond else 1)
     if args.beyond:
         config = beyond_paper(config, forecasts, chunks=chunks)
-    given: dict[str, Any] = {name: True for name in ("early", "refine", "compare", "late") if getattr(args, name)}
+    given: dict[str, Any] = {
+        name: True for name in ("early", "refine", "compare", "late", "guard") if getattr(args, name)
+    }
     numbers = {name: getattr(args, name) for name in ("extra_tasks", "keep", "horizon", "threshold")}
     given |= {name: value for name, value in numbers.items() if value is not None}
     if args.threshold == "auto":

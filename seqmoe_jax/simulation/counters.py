@@ -17,6 +17,7 @@ class Counters(NamedTuple):
     time: np.ndarray  # float64[1]: in units of one layer's compute
     steps: np.ndarray  # int64[1]
     prefetched: np.ndarray  # float64[1]
+    used: np.ndarray  # float64[1]: those of the prefetched that a layer found when it started
     unused: np.ndarray  # float64[1]: those of the prefetched that were evicted or given up before any use
     demanded: np.ndarray  # float64[1]
 
@@ -28,6 +29,7 @@ def new_counters(layers: int) -> Counters:
         time=np.zeros(1),
         steps=np.zeros(1, np.int64),
         prefetched=np.zeros(1),
+        used=np.zeros(1),
         unused=np.zeros(1),
         demanded=np.zeros(1),
     )
@@ -42,5 +44,6 @@ def reset(counters):
     counters.time[0] = 0.0
     counters.steps[0] = 0
     counters.prefetched[0] = 0.0
+    counters.used[0] = 0.0
     counters.unused[0] = 0.0
     counters.demanded[0] = 0.0

@@ -15,6 +15,7 @@ from seqmoe_jax.simulation.link import SimulatedLink, drop, interrupt, land, new
 from seqmoe_jax.simulation.pool import FETCH, NOWHERE, SimulatedPool, load, new_pool, release
 from seqmoe_jax.simulation.rules import BELADY_8, HISTORY, NONE, SCORED, Rules
 from seqmoe_jax.simulation.tasks import plan
+from seqmoe_jax.simulation.trust import Trust, learn_from_step, new_trust
 from seqmoe_jax.simulation.values import Uses, new_uses, value_by_history, value_in_sight, value_pending, value_used
 
 
@@ -25,6 +26,7 @@ class SimulationState(NamedTuple):
     link: SimulatedLink
     uses: Uses
     counters: Counters
+    trust: Trust
 
 
 def new_state(slots: int, keys: int, rules: Rules) -> SimulationState:
@@ -35,6 +37,7 @@ def new_state(slots: int, keys: int, rules: Rules) -> SimulationState:
         link=new_link(queue, rules.cost),
         uses=new_uses(keys),
         counters=new_counters(rules.layers),
+        trust=new_trust(keys, rules.threshold),
     )
 
 
@@ -43,40 +46,49 @@ def new_state(slots: int, keys: int, rules: Rules) -> SimulationState:
 def replay(ids, first_step, rules, signals, state):
     """Steps first_step, first_step + 1, ... of the simulation; `ids` is [t, L, K], `signals` is `signals.Signals` of
     the same t steps."""
-    pool, link, uses, counters = state
+    pool, link, uses, counters, trust = state
     experts = pool.slot.shape[0] // rules.layers
     for t in range(ids.shape[0]):
         step = first_step + t
         if step == rules.skip:
             reset(counters)
-        if rules.policy == SCORED:
+            trust.ran[0], trust.seen[:] = 0, 0
+        following = not rules.guard or (trust.followed[0] and trust.resting[0] == 0)
+        threshold = trust.threshold[0] if rules.guard else rules.threshold
+        if not following:
+            pool.value[:] = trust.history
+            link.size[0] = 0
+        elif rules.policy == SCORED:
             value_pending(pool.value, signals.next[t], signals.retention[t], rules.keep, 0)
         elif rules.policy == BELADY_8:
             value_in_sight(pool.value, uses, step * rules.layers, rules.layers)
-        if rules.scheduler != NONE:
-            plan(pool, link, rules, signals.next[t], signals, t, step, 0)
+        if rules.scheduler != NONE and following:
+            plan(pool, link, rules, threshold, signals.next[t], signals, t, step, 0)
         for layer in range(rules.layers):
-            if layer == rules.trigger:
+            if layer == rules.trigger and following:
                 if rules.policy == SCORED:
                     value_pending(pool.value, signals.refined[t], signals.retention[t], rules.keep, layer * experts)
                 if rules.scheduler != NONE:
-                    plan(pool, link, rules, signals.refined[t], signals, t, step, layer)
-            run_layer(ids[t, layer], t, step, layer, rules, signals, state)
+                    plan(pool, link, rules, threshold, signals.refined[t], signals, t, step, layer)
+            run_layer(ids[t, layer], t, step, layer, rules, signals, state, following)
         if rules.policy == HISTORY:
             value_by_history(pool.value, ids[t], rules.layers)
+        if rules.guard:
+            slots, used, unused = pool.key.shape[0], counters.used[0], counters.unused[0]
+            learn_from_step(trust, signals.retention[t], slots, ids[t], rules, used, unused)
         counters.steps[0] += 1
 
 
 @compiled
 @no_type_check
-def run_layer(routed, t, step, layer, rules, signals, state):
+def run_layer(routed, t, step, layer, rules, signals, state, following):
     """The layer's routing is known: counts hits, loads what is missing, computes."""
-    pool, link, uses, counters = state
+    pool, link, uses, counters, _ = state
     experts = pool.slot.shape[0] // rules.layers
     base, position = layer * experts, step * rules.layers + layer
     if rules.scheduler != NONE:
         next_layer(link, rules)
-    if rules.policy == SCORED:
+    if rules.policy == SCORED and following:
         # This layer's turn in this step has come: from here on only later steps give its experts value.
         pool.value[base : base + experts] = signals.retention[t, base : base + experts]
     misses, in_flight = look_up(pool, counters, routed, base, layer, position)
@@ -109,6 +121,7 @@ def look_up(pool, counters, routed, base, layer, position):
             in_flight = True
         else:
             counters.hits[layer] += 1
+            counters.used[0] += pool.untouched[s]
             pool.untouched[s] = False
     counters.routed[0] += routed.shape[0]
     return misses, in_flight
@@ -124,6 +137,7 @@ def settle_flight(pool, link, counters, rules, misses, in_flight, position):
         stall = link.left[0]
         slot = link.flying[1]
         land(pool, link, counters, rules, position)
+        counters.used[0] += 1
         pool.untouched[slot] = False
     elif link.flying[0] >= 0:
         if misses:

@@ -32,6 +32,7 @@ class Rules(NamedTuple):
     chunks: int
     compare: bool
     late: bool
+    guard: bool
     protect: bool  # whether a landed prefetch stays until its layer has run, whatever its value
 
 
@@ -56,5 +57,6 @@ def rules_of(config: Simulation, trace: Trace, forecasts: Forecasts | None) -> R
         chunks=config.chunks,
         compare=compare,
         late=config.late,
+        guard=config.guard and config.evicts_by_forecast,
         protect=not compare,
     )

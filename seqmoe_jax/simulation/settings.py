@@ -54,6 +54,7 @@ class Simulation:
     chunks: int = 1  # parts of a transfer; a demand miss interrupts between them
     compare: bool = False  # a prefetch must be worth more than what it evicts
     late: bool = False  # transfers that cannot be complete in time count for the part that can
+    guard: bool = False  # a predictor is followed as far as it proves right (`trust`), with policies that forecast
     horizon: int = 0  # steps beyond the running one that get tasks
     reach: float = 0.3  # least confidence of those
 

@@ -32,6 +32,7 @@ class SimulationResult:
     unused_transfers_per_step: float  # prefetched, and evicted or dropped before any use
     share_of_full_load: float  # compute time / (compute + stall)
     link_bound: float  # the share that would be left if every transfer overlapped with compute
+    predicted: float  # share of the steps in which the predictor ran
     slots: int
     steps: int  # counted
     hit_rate_per_layer: tuple[float, ...] = field(repr=False)
@@ -120,7 +121,14 @@ def _result(trace: Trace, config: Simulation, state: SimulationState) -> Simulat
         unused_transfers_per_step=float(counters.unused[0] + state.pool.untouched.sum()) / steps,
         share_of_full_load=float(compute / counters.time[0]),
         link_bound=min(1.0, compute / max(transfers * config.transfer_cost, 1e-9)),
+        predicted=_predicted(config, state),
         slots=state.pool.key.shape[0],
         steps=steps,
         hit_rate_per_layer=tuple(float(rate) for rate in counters.hits / (steps * trace.active)),
     )
+
+
+def _predicted(config: Simulation, state: SimulationState) -> float:
+    if config.guard and config.evicts_by_forecast:
+        return float(state.trust.ran[0] / state.counters.steps[0])
+    return float(config.needs_forecasts)

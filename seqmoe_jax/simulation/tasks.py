@@ -17,13 +17,13 @@ from seqmoe_jax.simulation.rules import MOE_INFINITY, SEQMOE
 
 @compiled
 @no_type_check
-def plan(pool, link, rules, first, signals, t, step, layer):
+def plan(pool, link, rules, threshold, first, signals, t, step, layer):
     """A new queue after a forecast: this step from `layer` on by `first`, then the steps beyond it."""
     link.size[0] = 0
     layers, early = rules.layers, signals.early.shape[0] > 0
-    add_tasks(pool, link, rules, first, rules.threshold, step, layer, layers)
+    add_tasks(pool, link, rules, first, threshold, step, layer, layers)
     if layer > 0 and early:
-        add_tasks(pool, link, rules, signals.early[t], rules.threshold, step + 1, 0, layer)
+        add_tasks(pool, link, rules, signals.early[t], threshold, step + 1, 0, layer)
     for i in range(rules.horizon):
         covered = layer if i == 0 and early else 0
         add_tasks(pool, link, rules, signals.ahead[t, i], rules.reach, step + 1 + i, covered, layers)
