@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from seqmoe_jax.errors import one_line
 from seqmoe_jax.serving.query import Query
+from seqmoe_jax.serving.replies import Part, Reply
 
 
 def dump(body: Any) -> str:
@@ -60,13 +61,17 @@ def answer(query: Query, choices: list[dict[str, Any]], tokens: dict[str, int]) 
             "usage": tokens}  # fmt: skip
 
 
-def choice(query: Query, index: int, text: str, reasoning: str, finish_reason: str) -> dict[str, Any]:
+def choice(query: Query, index: int, reply: Reply) -> dict[str, Any]:
     """What came of one prompt."""
-    end = {"index": index, "logprobs": None, "finish_reason": finish_reason}
+    end = {"index": index, "logprobs": None, "finish_reason": reply.finish_reason}
     if not query.chat:
-        return {"text": text, **end}
-    message = {"role": "assistant", "content": text}
-    return {"message": message | ({"reasoning_content": reasoning} if reasoning else {}), **end}
+        return {"text": reply.text, **end}
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text if reply.text or not reply.calls else None}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["tool_calls"] = reply.calls
+    return {"message": message, **end}
 
 
 def chunk(query: Query, choices: list[dict[str, Any]], tokens: dict[str, int] | None = None) -> dict[str, Any]:
@@ -81,10 +86,10 @@ def beginning(query: Query) -> dict[str, Any]:
     return chunk(query, [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
 
 
-def delta(query: Query, index: int, text: str, reasoning: str, finish_reason: str | None) -> dict[str, Any]:
+def delta(query: Query, index: int, part: Part) -> dict[str, Any]:
     """What one event adds to the choice of one prompt."""
-    end = {"index": index, "logprobs": None, "finish_reason": finish_reason}
+    end = {"index": index, "logprobs": None, "finish_reason": part.finish_reason}
     if not query.chat:
-        return {"text": text, **end}
-    parts = {"content": text, "reasoning_content": reasoning}
-    return {"delta": {name: part for name, part in parts.items() if part}, **end}
+        return {"text": part.text, **end}
+    parts = {"content": part.text, "reasoning_content": part.reasoning, "tool_calls": part.calls}
+    return {"delta": {name: value for name, value in parts.items() if value}, **end}

@@ -61,6 +61,16 @@ OBJECT = Kind(words="an object", take=lambda value: value if isinstance(value, d
 LIST = Kind(words="a list", take=lambda value: value if isinstance(value, list) and value else None)
 
 
+ITEMS = Kind(words="a list", take=lambda value: value if isinstance(value, list) else None)  # or of none
+
+
+def one_of(*values: str, why: str) -> Kind:
+    def take(value: Any) -> str | None:
+        return value if isinstance(value, str) and value in values else None
+
+    return Kind(words=f"{' or '.join(json.dumps(value) for value in values)} ({why})", take=take)
+
+
 def text(most: int) -> Kind:
     def take(value: Any) -> str | None:
         return value if isinstance(value, str) and len(value) <= most else None

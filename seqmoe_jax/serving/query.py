@@ -20,14 +20,17 @@ from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.serving.fields import read_fields
 from seqmoe_jax.serving.lengths import check_messages_length, check_text_length, new_tokens, too_long
 from seqmoe_jax.serving.refusal import Refusal
+from seqmoe_jax.serving.replies import Calling
 from seqmoe_jax.serving.table import RESERVED
+from seqmoe_jax.text.tools import check_tools
 
 MAX_TOKENS = 16  # of a completion that gives no number; a chat gets what the context leaves (both as OpenAI has it)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """What a body asks for. With `usage` a stream ends with a chunk that counts tokens."""
+    """What a body asks for. With `usage` a stream ends with a chunk that counts tokens; `calling` where the model may
+    call tools."""
 
     chat: bool
     model: str
@@ -36,6 +39,7 @@ class Query:
     usage: bool
     id: str
     created: int
+    calling: Calling | None = None
 
 
 def parse(body: Any, engine: Engine, base: SamplingConfig, *, model: str, chat: bool) -> Query:
@@ -52,7 +56,8 @@ def parse(body: Any, engine: Engine, base: SamplingConfig, *, model: str, chat: 
             param="model", status=404, code="model_not_found",
         )  # fmt: skip
     name, most = _most_new_tokens(given)
-    requests = [_conversation(given, engine)] if chat else _prompts(given, engine)
+    tools = _tools(given, engine)
+    requests = [_conversation(given, tools, engine)] if chat else _prompts(given, engine)
     paths = ["messages"] if chat else _paths(len(requests))
     requests = [
         replace(
@@ -78,6 +83,7 @@ def parse(body: Any, engine: Engine, base: SamplingConfig, *, model: str, chat: 
         usage=given.get("stream_options.include_usage", False),
         id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
         created=int(time.time()),
+        calling=_calling(given, tools, requests[0], engine) if tools else None,
     )
 
 
@@ -98,7 +104,44 @@ def _sampling(given: Mapping[str, Any], base: SamplingConfig) -> SamplingConfig:
     return base.override(**numbers, seed=secrets.randbits(32) if seed == -1 else seed % 2**32)
 
 
-def _conversation(given: Mapping[str, Any], engine: Engine) -> Request:
+def _tools(given: Mapping[str, Any], engine: Engine) -> list[Any]:
+    """The tools that the model is told of: none where it is not to call any."""
+    tools: list[Any] = given.get("tools", [])
+    if not tools:
+        return []
+    try:
+        check_tools(tools)
+    except SeqMoEError as error:
+        raise _at_fault(error, "tools") from None
+    if engine.chat is None or "tools" not in engine.chat.options:
+        raise Refusal(
+            "tools are not read by this model's chat template, so it would not know of them; describe them in a "
+            "message, or leave tools out",
+            param="tools",
+        )
+    if engine.chat.calls is None:
+        raise Refusal(
+            "tools are called by this model in a form that cannot be read from its answers; leave tools out",
+            param="tools",
+        )
+    return [] if given.get("tool_choice") == "none" else tools
+
+
+def _calling(given: Mapping[str, Any], tools: list[Any], request: Request, engine: Engine) -> Calling:
+    assert engine.chat is not None
+    assert engine.chat.calls is not None
+    thinking = engine.tokenizer.decode(request.tokens[-8:]).rstrip().endswith("<think>")
+    return Calling(form=engine.chat.calls, tools=check_tools(tools), thinking=thinking,
+                   parallel=given.get("parallel_tool_calls", True))  # fmt: skip
+
+
+def _at_fault(error: SeqMoEError, field: str) -> Refusal:
+    """The refusal for an error that names the part of a field, or else the field."""
+    named = re.search(r"(messages|tools)\[\d+\](\.\w+)*", str(error))
+    return Refusal(str(error), param=named.group() if named else field)
+
+
+def _conversation(given: Mapping[str, Any], tools: list[Any], engine: Engine) -> Request:
     messages = given.get("messages")
     if messages is None:
         raise Refusal('messages must be a list such as [{"role": "user", "content": "Hello"}]', param="messages")
@@ -107,7 +150,7 @@ def _conversation(given: Mapping[str, Any], engine: Engine) -> Request:
             path = f"messages[{index}]"
             raise Refusal(f'{path} must be an object with a "role" and a "content", got {shown(message)}', param=path)
     options = dict(given.get("chat_template_kwargs", {}))
-    check_messages_length(messages, options, engine)
+    check_messages_length(messages, {**options, "tools": tools}, engine)
     if "reasoning_effort" in given:
         if options.get("reasoning_effort", given["reasoning_effort"]) != given["reasoning_effort"]:
             raise Refusal(
@@ -115,11 +158,13 @@ def _conversation(given: Mapping[str, Any], engine: Engine) -> Request:
             )
         options["reasoning_effort"] = given["reasoning_effort"]
     _check_options(options, engine)
+    if tools:
+        options["tools"] = tools
     try:
-        return engine.request(messages=messages, chat_options=options)
+        request = engine.request(messages=messages, chat_options=options)
     except SeqMoEError as error:
-        named = re.search(r"messages\[\d+\](\.\w+)*", str(error))
-        raise Refusal(str(error), param=named.group() if named else "messages") from None
+        raise _at_fault(error, "messages") from None
+    return replace(request, chat=replace(request.chat, with_calls=True)) if tools and request.chat else request
 
 
 def _check_options(options: Mapping[str, Any], engine: Engine) -> None:

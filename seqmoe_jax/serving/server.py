@@ -25,6 +25,7 @@ from seqmoe_jax.serving.door import Door
 from seqmoe_jax.serving.limits import Limits
 from seqmoe_jax.serving.query import Query, parse
 from seqmoe_jax.serving.refusal import Gone, Refusal
+from seqmoe_jax.serving.replies import Reply
 from seqmoe_jax.serving.scheduler import RequestScheduler
 from seqmoe_jax.serving.work import Work, departure, unless
 
@@ -118,29 +119,27 @@ _FAILED = "the server failed; its log says how"
 
 
 async def _whole(query: Query, work: Work) -> dict[str, Any]:
-    texts, thoughts = [""] * len(query.requests), [""] * len(query.requests)
-    reasons, count = [""] * len(query.requests), 0
+    replies, count = _replies(query), 0
     async for index, piece in work:
-        texts[index] += piece.text
-        thoughts[index] += piece.reasoning
-        reasons[index] = piece.finish_reason or ""
+        replies[index].add(piece)
         count += 1
-    choices = [
-        answers.choice(query, index, *parts) for index, parts in enumerate(zip(texts, thoughts, reasons, strict=True))
-    ]
+    choices = [answers.choice(query, index, reply) for index, reply in enumerate(replies)]
     return answers.answer(query, choices, _usage(query, count))
 
 
+def _replies(query: Query) -> list[Reply]:
+    return [Reply(query.calling) for _ in query.requests]
+
+
 async def _stream(query: Query, first: tuple[int, Piece], work: Work) -> AsyncIterator[str]:
-    count = 0
+    replies, count = _replies(query), 0
     try:
         if query.chat:
             yield answers.event(answers.beginning(query))
         async for index, piece in _chain(first, work):
             count += 1
-            if piece.text or piece.reasoning or piece.finish_reason:
-                part = answers.delta(query, index, piece.text, piece.reasoning, piece.finish_reason)
-                yield answers.event(answers.chunk(query, [part]))
+            if part := replies[index].add(piece):
+                yield answers.event(answers.chunk(query, [answers.delta(query, index, part)]))
         if query.usage:
             yield answers.event(answers.chunk(query, [], _usage(query, count)))
         yield "data: [DONE]\n\n"

@@ -42,7 +42,6 @@ _SAMPLERS = "of samplers there are temperature, top_k, top_p and min_p"
 _FORMS = "answers cannot be held to a form"
 _PROBABILITIES = "log probabilities are not computed"
 _ENDS = "generations end at the model's end tokens, stop strings and max_tokens"
-_TOOLS = "calls of tools are not read from answers"
 _TEXT = "text alone goes in and comes out"
 _EXTRAS = "answers have OpenAI's fields alone"
 _PROMPT = "prompts are read as they are, whole"
@@ -72,6 +71,13 @@ ROWS: tuple[Field, ...] = (
              "options of the chat template, such as `enable_thinking`", "chat"),
     _applied("reasoning_effort", kinds.text(32), "an option of the chat template (GPT-OSS: low, medium or high)",
              "chat"),
+    _applied("tools", kinds.ITEMS,
+             'functions that the model may call, `{"type": "function", "function": {"name": ..., "parameters": ...}}`, '
+             "rendered by its chat template", "chat"),
+    _applied("tool_choice", kinds.one_of("auto", "none", why="nothing holds a model to a call"),
+             "whether the model is told of the tools", "chat"),
+    _applied("parallel_tool_calls", kinds.FLAG, "with false, of several calls in an answer only the first is given",
+             "chat"),
     # OpenAI's.
     *_accepted("user safety_identifier metadata", "names who asks; nothing is kept"),
     *_accepted("store", "nothing is ever kept; the answer is the same"),
@@ -79,15 +85,13 @@ ROWS: tuple[Field, ...] = (
     *_accepted("prompt_cache_key prompt_cache_options prompt_cache_retention cache_salt",
                "about a cache of prompts; there is none, and answers do not depend on it"),
     *_accepted("prediction", "a guess of the answer, for speed"),
-    *_accepted("parallel_tool_calls", "about tools, which are refused where there are any"),
     *_refused({"n": (1,), "best_of": (1,), "n_cmpl": (1,)},
               "each prompt gets one answer; for more, repeat it in the list `prompt`, or ask again"),
     *_refused({"frequency_penalty": (0,), "presence_penalty": (0,)}, _PENALTIES),
     *_refused({"logit_bias": ({},)}, "tokens cannot be favoured or banned"),
     *_refused({"logprobs": (False,), "top_logprobs": (0,)}, _PROBABILITIES),
     *_refused({"response_format": ({"type": "text"},)}, _FORMS),
-    *_refused({"tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto")},
-              _TOOLS),
+    *_refused({"functions": ([],), "function_call": ("none", "auto")}, "give tools and tool_choice"),
     *_refused({"modalities": (["text"],), "audio": ()}, _TEXT),
     *_refused({"verbosity": ("medium",)}, "ask for it in a message"),
     *_refused("web_search_options moderation", "there is the model alone"),

@@ -20,6 +20,7 @@ from seqmoe_jax.text.messages import Message, check_messages, with_parsed_argume
 from seqmoe_jax.text.stream import TextStream
 from seqmoe_jax.text.template import Template, open_template
 from seqmoe_jax.text.tokenizers import Tokenizer
+from seqmoe_jax.text.tools import Form
 
 Render = Callable[..., str]  # (messages, **options) -> prompt
 
@@ -29,10 +30,17 @@ _THOUGHT_END = "</think>"  # what stands before it in an earlier reply, template
 
 @dataclass(frozen=True, kw_only=True)
 class Chat:
-    """How a model is talked to. `channels`: it replies in GPT-OSS's channels, of which only one is the answer."""
+    """How a model is talked to. `channels`: it replies in GPT-OSS's channels, of which only one is the answer;
+    `with_calls`: calls of tools are in the text of its replies too. Other models' calls always are."""
 
     render: Render
     channels: bool = False
+    with_calls: bool = False
+
+    @property
+    def calls(self) -> Form | None:
+        """The form in which this model calls tools; None where nothing says it."""
+        return self.render.calls if isinstance(self.render, Template) else None
 
     @property
     def options(self) -> frozenset[str]:
@@ -56,6 +64,8 @@ class Chat:
         with budget.rendering(given):
             prompt, shown = self._rendered(given, options)
             _check_all_shown(lambda other: self.render(other, **options), shown, prompt)
+            if isinstance(tools := options.get("tools"), Sequence):
+                _check_tools_shown(lambda others: self.render(shown, **{**options, "tools": others}), tools)
         return prompt
 
     def _rendered(self, messages: list[Message], options: Mapping[str, Any]) -> tuple[str, list[Message]]:
@@ -73,8 +83,9 @@ class Chat:
 
     def reply(self, tokenizer: Tokenizer, stop: tuple[str, ...], context: Sequence[int]) -> TextStream | harmony.Reply:
         """What turns the tokens of a reply into its text as they come. `context` are the prompt's."""
-        kind = harmony.Reply if self.channels else TextStream
-        return kind(tokenizer=tokenizer, stop=stop, context=context)
+        if self.channels:
+            return harmony.Reply(tokenizer=tokenizer, stop=stop, context=context, calls=self.with_calls)
+        return TextStream(tokenizer=tokenizer, stop=stop, context=context)
 
 
 def chat_of(directory: Path, family: str) -> Chat | None:
@@ -112,6 +123,26 @@ def _check_all_shown(render: Callable[[list[Message]], str], messages: Sequence[
                 f"messages[{index}]{what} (role {message['role']}) does not appear in the prompt: the model's chat "
                 "template leaves it out, at least at this place; send it in another role, or leave it out"
             )
+
+
+def _check_tools_shown(render: Callable[[list[Any]], str], tools: Sequence[Any]) -> None:
+    """Raises `PromptError` for a tool that the prompt does not name."""
+    marks = [f"mark{index}tool" for index in range(len(tools))]
+    marked = [
+        {**tool, "function": {**tool["function"], "name": mark}} if _is_function(tool) else tool
+        for tool, mark in zip(tools, marks, strict=True)
+    ]
+    prompt = render(marked)
+    for index, mark in enumerate(marks):
+        if mark not in prompt and _is_function(tools[index]):
+            raise PromptError(
+                f"tools[{index}] does not appear in the prompt: the model's chat template leaves it out; describe it "
+                "in a message, or leave it out"
+            )
+
+
+def _is_function(tool: object) -> bool:
+    return isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping)
 
 
 def _marks(message: Message, index: int) -> list[str]:

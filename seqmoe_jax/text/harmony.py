@@ -7,6 +7,7 @@ of a tool with `<|call|>`. Tools need the model's own template: this module rend
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date as Date
@@ -15,11 +16,13 @@ from typing import Any
 from seqmoe_jax.errors import PromptError
 from seqmoe_jax.text.stream import TextStream
 from seqmoe_jax.text.tokenizers import Tokenizer
+from seqmoe_jax.text.tools.forms import HARMONY_CALL, HARMONY_END
 
 EOS_TOKEN_IDS = (200002, 200012)  # <|return|>, <|call|>: they end a reply
 EFFORTS = ("low", "medium", "high")
 FINAL = "final"
 _RECIPIENT = "to="  # what a header may begin with before its channel, where a tool is called
+_FUNCTION = re.compile(r"to=functions\.([\w.-]+)")
 _LONGEST_HEADER = 64
 
 
@@ -64,16 +67,20 @@ class Reply:
     """Tokens of a reply -> its text: what the channel `final` says. The other channels' text is `reasoning`.
 
     Same face as `TextStream`; stop strings are looked for in the final channel alone. `context` are the tokens before
-    the reply: a template may have opened its message already, or only its header.
+    the reply: a template may have opened its message already, or only its header. With `calls`, messages to functions
+    are text as well, each with its header, as the form of `text.tools` reads it.
     """
 
     tokenizer: Tokenizer
     stop: tuple[str, ...] = ()
     context: Sequence[int] = ()
+    calls: bool = False
+    text: str = ""
     _header: list[int] | None = field(default_factory=list)  # of the message being opened; None inside its content
     _given: int = 0  # how many of the header's tokens are the prompt's
     _named: bool = False  # the header began with `<|start|>`, so a role comes first
     _channel: str = FINAL
+    _call: TextStream | None = None  # of the message to a function that is open
 
     def __post_init__(self) -> None:
         names = ("start", "channel", "constrain", "message", "end", "return", "call")
@@ -83,6 +90,7 @@ class Reply:
         for token in self.context[opened[-1] :] if opened else ():
             self.push(token)
         self._given = len(self._header or ())
+        self.text = ""
         self._final = TextStream(tokenizer=self.tokenizer, stop=self.stop, context=self.context)
         self._other = TextStream(tokenizer=self.tokenizer, context=self.context)
 
@@ -91,10 +99,6 @@ class Reply:
         if len(ids) != 1:
             raise PromptError(f"this tokenizer has no token {name}: it is not GPT-OSS's")
         return ids[0]
-
-    @property
-    def text(self) -> str:
-        return self._final.text
 
     @property
     def reasoning(self) -> str:
@@ -106,14 +110,23 @@ class Reply:
 
     def push(self, token: int) -> str:
         """The text of the final channel that this token settles."""
+        settled = self._settled(token)
+        self.text += settled
+        return settled
+
+    def _settled(self, token: int) -> str:
         marks = self._marks
         if token in (marks["start"], marks["end"], marks["return"], marks["call"]):
             self._header, self._given, self._named = [], 0, token == marks["start"]
-        elif self._header is None:
+            return self._end_of_call(HARMONY_END)
+        if self._header is None:
             return self._content(token)
-        elif token == marks["message"]:
+        if token == marks["message"]:
             self._channel = self._opened()
-            self._header = None
+            function, self._header = self._function() if self.calls else None, None
+            if function is not None:
+                self._call = TextStream(tokenizer=self.tokenizer, context=self.context)
+                return f"{HARMONY_CALL}{function}<|channel|>{self._channel}<|message|>"
         else:
             self._header.append(token)
             if self._is_text():
@@ -124,9 +137,18 @@ class Reply:
         """What is still held back. A reply that never opened a message is text as it stands: nothing is lost."""
         self._other.close()
         unopened = self._as_text() if self._may_be_text() and not self._said().startswith(_RECIPIENT) else ""
-        return unopened + self._final.close()
+        rest = self._end_of_call("") + unopened + self._final.close()
+        self.text += rest
+        return rest
+
+    def _end_of_call(self, mark: str) -> str:
+        """What ends the text of an open call; `mark` if its message has ended."""
+        call, self._call = self._call, None
+        return "" if call is None else call.close() + mark
 
     def _content(self, token: int) -> str:
+        if self._call is not None:
+            return self._call.push(token)
         if self._channel == FINAL:
             return self._final.push(token)
         self._other.push(token)
@@ -151,6 +173,15 @@ class Reply:
         header, self._header = self._header, None
         self._channel = FINAL
         return "".join(self._final.push(token) for token in (header or [])[self._given :])
+
+    def _function(self) -> str | None:
+        """The function that a header calls, by its name."""
+        header, mark = self._header or [], self._marks["channel"]
+        at = header.index(mark) if mark in header else len(header)
+        for part in (header[:at], header[at:]):  # decoded apart: marks leave no trace between words
+            if found := _FUNCTION.search(self.tokenizer.decode(part)):
+                return found[1]
+        return None
 
     def _opened(self) -> str:
         """The channel that a header names: the word after `<|channel|>`; a header without one opens the answer."""

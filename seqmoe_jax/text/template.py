@@ -12,6 +12,7 @@ from seqmoe_jax.inputs import read_json, read_text
 from seqmoe_jax.text.messages import Message
 from seqmoe_jax.text.side_tokens import names_of, read_side_tokens
 from seqmoe_jax.text.tokenizer_kinds import kind_of
+from seqmoe_jax.text.tools import form_of
 
 MOST_SOURCE = 1 << 18  # characters; the longest published ones have some ten thousand
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
@@ -21,6 +22,7 @@ class Template:
     """The templates of one model by name, as a function from a conversation to its prompt.
 
     `special` are the tokens that they may name, such as `bos_token`; `where` says in errors which file they are from.
+    `calls` is the form in which they show calls of tools, None where they show none that is known.
     Raises `ConfigError` for what is not Jinja; rendering raises `PromptError`.
     """
 
@@ -28,6 +30,7 @@ class Template:
         self._special, self._where = special, where
         self._compiled = {name: _compiled(source, where) for name, source in sources.items()}
         self.options = _options(sources)
+        self.calls = form_of("\n".join(sources.values()))
         # A role that a template names is one that it knows.
         self._developer = {name: bool(re.search(r"['\"]developer['\"]", text)) for name, text in sources.items()}
 

@@ -22,10 +22,10 @@ OPENAI_CHAT = dict(
     messages=HELLO, model="tiny", audio={"voice": "alloy", "format": "wav"}, frequency_penalty=0.5,
     function_call={"name": "f"}, functions=[{"name": "f"}], logit_bias={"5": -100}, logprobs=True,
     max_completion_tokens=3, max_tokens=3, metadata=None, modalities=["text", "audio"], moderation={"model": "m"}, n=2,
-    parallel_tool_calls=None, prediction=None, presence_penalty=-1.5, prompt_cache_key=None, prompt_cache_options=None,
+    parallel_tool_calls=False, prediction=None, presence_penalty=-1.5, prompt_cache_key=None, prompt_cache_options=None,
     prompt_cache_retention=None, reasoning_effort="low", response_format={"type": "json_object"},
     safety_identifier=None, seed=3, service_tier=None, stop="x", store=None, stream=False,
-    stream_options={"include_usage": True}, temperature=0.5, tool_choice="required", tools=[{"type": "function"}],
+    stream_options={"include_usage": True}, temperature=0.5, tool_choice="auto", tools=[],
     top_logprobs=3, top_p=0.5, user=None, verbosity="low", web_search_options={},
 )  # fmt: skip
 OPENAI_COMPLETIONS = dict(
