@@ -270,6 +270,20 @@ class TokenEngine:
 
         return next(self._turns.run(read))
 
+    def refill(self, write: Callable[[Model], Model]) -> None:
+        """Other weights of the same shapes, without a new program. While nothing runs or moves, `write` fills the pools
+        and returns the model with its new dense weights; then every slot is empty."""
+        self.check_open()
+
+        def fill() -> Generator[None, None, None]:
+            self._begin()
+            jax.block_until_ready(self._offload)
+            self._model = self._reader.model = write(self.model)
+            self._new_offload()
+            yield
+
+        next(self._turns.run(fill))
+
     def _new_offload(self) -> Offload:
         """An empty cache, or one that holds what its policy keeps from the start."""
         spec = self.model.spec

@@ -46,6 +46,16 @@ def pinned_array(memory: Shaped[np.ndarray, "*shape"], device: jax.Device) -> Sh
     return jax.dlpack.from_dlpack(_Pinned(memory, device), device=device, copy=False)
 
 
+def bytes_of(array: Shaped[Array, "*shape"]) -> UInt8[np.ndarray, " nbytes"]:
+    """The bytes of an array in pinned host memory, to be written while no program reads them. The caller holds the
+    array meanwhile. Raises `ConfigError` where host memory of the device is none of this process's."""
+    device = next(iter(array.devices()))
+    if device.platform not in ("cpu", "gpu", "cuda"):
+        raise ConfigError(f"new weights cannot be written into the host memory of a {device.platform}; load anew")
+    memory = (ctypes.c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
+    return np.ctypeslib.as_array(memory)
+
+
 class _Pages(mmap.mmap):
     """A run of pages. Unpinned when nothing refers to them any more."""
 

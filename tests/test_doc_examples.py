@@ -10,7 +10,7 @@ BLOCK = re.compile(r"(?:<!-- needs (\w+) -->\n)?```python\n(.*?)```", re.DOTALL)
 
 
 def test_the_example_for_zoos_is_short():
-    ((_, block),) = BLOCK.findall((DOCS / "zoo.md").read_text())
+    (_, block), *_ = BLOCK.findall((DOCS / "zoo.md").read_text())
     assert len(block.splitlines()) < 60
 
 

@@ -2,6 +2,7 @@
 
 from seqmoe_jax.nnx.block import OffloadedMoE
 from seqmoe_jax.nnx.offload import offload
+from seqmoe_jax.nnx.sampler import Sampler, SamplerOutput
 from seqmoe_jax.nnx.slots import ExpertSlots, HostExperts, SlotState
 
-__all__ = ["ExpertSlots", "HostExperts", "OffloadedMoE", "SlotState", "offload"]
+__all__ = ["ExpertSlots", "HostExperts", "OffloadedMoE", "Sampler", "SamplerOutput", "SlotState", "offload"]

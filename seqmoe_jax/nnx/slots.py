@@ -43,6 +43,11 @@ class SlotState(nnx.Variable[Any]):
 
     def get_metadata(self, *args: Any, **options: Any) -> Any:
         """Asked for whenever the model is taken apart to be given to a program."""
+        self._refuse()
+        return super().get_metadata(*args, **options)
+
+    def _refuse(self) -> None:
+        """Raises where the last program has copied the slots, once."""
         copied = getattr(self, "_copied", None)
         if copied is not None:
             object.__setattr__(self, "_copied", None)
@@ -52,7 +57,6 @@ class SlotState(nnx.Variable[Any]):
                 "would do in every call; write nnx.jit(step, donate_argnums=0), with the number of the model among "
                 "the arguments"
             )
-        return super().get_metadata(*args, **options)
 
     def _note(self, before: Any) -> None:
         """Whether the slots that were here before have been copied."""
@@ -62,6 +66,7 @@ class SlotState(nnx.Variable[Any]):
         old, new = before.cache.blocks, after.cache.blocks
         traced = isinstance(old, jax.core.Tracer) or isinstance(new, jax.core.Tracer)
         if not traced and old is not new and not old.is_deleted():
+            self._refuse()  # of a program that holds the model (nnx.cached_partial), which takes nothing apart
             object.__setattr__(self, "_copied", jax.ShapeDtypeStruct(old.shape, old.dtype))
 
 

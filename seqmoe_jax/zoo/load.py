@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -15,7 +16,7 @@ from jaxtyping import Array
 
 from pallas_kernels.layout import ExpertLayout
 from seqmoe_jax.errors import ConfigError
-from seqmoe_jax.experts.host_pool import Pool, Work, build_pool
+from seqmoe_jax.experts.host_pool import Pool, Work, build_pool, workers
 from seqmoe_jax.host_memory import Progress
 from seqmoe_jax.loading import activation_dtype
 from seqmoe_jax.models.families import spec_from_config
@@ -23,6 +24,8 @@ from seqmoe_jax.models.model import Model
 from seqmoe_jax.models.norms import RMSNorm
 from seqmoe_jax.models.spec import ModelSpec
 from seqmoe_jax.models.tensors import take_from
+from seqmoe_jax.models.weights import ModelWeights
+from seqmoe_jax.pinned import bytes_of
 from seqmoe_jax.zoo.config import config_of
 from seqmoe_jax.zoo.layouts import Layout, layout_of
 from seqmoe_jax.zoo.module import ModuleArrays
@@ -58,7 +61,24 @@ class NNXModel:
 
     def load(self, dtype: np.dtype, device: jax.Device, progress: Progress | None = None) -> Model:
         """Takes the arrays out of the module, one by one."""
+        weights, layers = self._dense(dtype, device), self._expert_layers()
+        pools = stacked_pool(self.spec.expert_layout, layers, len(self.places.experts), device, progress)
+        return Model(spec=self.spec, weights=weights, pools=pools, name=self.name)
 
+    def refill(self, model: Model) -> Model:
+        """Writes the experts into a model's pools, which keep their place; returns it with the dense weights anew.
+
+        No program may read the pools meanwhile.
+        """
+        device = next(iter(model.weights.embed.devices()))
+        weights, layout = self._dense(np.dtype(model.weights.embed.dtype), device), self.spec.expert_layout
+        for pool, fields in zip(model.pools, self._expert_layers(), strict=True):
+            memory = bytes_of(pool)
+            with ThreadPoolExecutor(workers()) as executor:
+                list(executor.map(lambda e, f=fields, m=memory: _pack(layout, f, e, m), range(pool.shape[0])))
+        return replace(model, weights=weights)
+
+    def _dense(self, dtype: np.dtype, device: jax.Device) -> ModelWeights:
         def dense(name: str) -> Array:
             place = self.places.dense[name]
             wanted = self.spec.tensors()[name].dtype or dtype
@@ -67,10 +87,7 @@ class NNXModel:
             self.arrays.drop(place.path)
             return jax.device_put(array, device)
 
-        weights = self.spec.assemble(take_from(dense))
-        layers = self._expert_layers()
-        pools = stacked_pool(self.spec.expert_layout, layers, len(self.places.experts), device, progress)
-        return Model(spec=self.spec, weights=weights, pools=pools, name=self.name)
+        return self.spec.assemble(take_from(dense))
 
     def _expert_layers(self) -> Iterator[Mapping[str, np.ndarray]]:
         for layer in self.places.experts:

@@ -115,6 +115,16 @@ def test_a_program_that_does_not_donate_is_refused(offloaded, wanted):
     assert decode(model, [PROMPT]) == wanted  # what was refused has broken nothing
 
 
+@pytest.mark.slow
+def test_a_program_that_holds_the_model_is_watched_too(offloaded, wanted):
+    model, _ = offloaded
+    held, copying = nnx.cached_partial(jitted, model), nnx.cached_partial(nnx.jit(step), model)
+    assert decode(model, [PROMPT], step=lambda _, *rest: held(*rest)) == wanted
+    with pytest.raises(sm.EngineError, match="donates the model"):
+        decode(model, [[5]], 4, lambda _, *rest: copying(*rest))
+    assert decode(model, [PROMPT]) == wanted
+
+
 def test_it_works_outside_of_a_program_too(offloaded, wanted):
     model, slots = offloaded
     at, x = slots.state.get_value().cache.blocks.unsafe_buffer_pointer(), jnp.ones((1, 1, 32))

@@ -52,7 +52,8 @@ def test_greedy_tokens_are_those_of_the_module(engine, wanted):
     assert engine.generate(PROMPT, max_new_tokens=12).tokens == wanted
 
 
-@pytest.mark.parametrize("style", ["bonsai", pytest.param("easydel", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("style", STYLES)
 def test_so_they_are_for_other_zoos_and_families(style):
     make, options = STYLES[style]
     with sm.from_nnx(make(), style, residency=0.4, **options) as engine:
