@@ -61,9 +61,6 @@ def offload(
     """
     if not isinstance(model, nnx.Module):
         raise ConfigError(f"expected a Flax NNX module, got {type(model).__name__}")
-    if policy not in POLICIES:
-        raise ConfigError(f"policy must be one of {', '.join(POLICIES)} inside a Flax model, got {policy!r}")
-    EngineOptions(residency=residency, kernels=kernels)
     chosen, arrays, device = layout_of(layout), ModuleArrays(model, release=True), jax.devices()[0]
     spec = spec_of(model, chosen, config or {}, arrays)
     found = [find_block(arrays, spec, chosen, index) for index in spec.moe_layers]
@@ -71,7 +68,7 @@ def offload(
     if not blocks:
         paths = ", ".join(block.path for block in found[:3])
         raise ConfigError(f"where: expected at least one of the {len(found)} MoE blocks ({paths}, ...), got none")
-    slots = ExpertSlots(_cache_config(spec, len(blocks), residency, policy, kernels), device)
+    slots = ExpertSlots(cache_config(spec, len(blocks), residency, policy, kernels), device)
     moe = {block.path: spec.layers[index].mlp for index, block in zip(spec.moe_layers, found, strict=True)}
     for index, block in enumerate(blocks):
         each = moe[block.path]
@@ -80,7 +77,7 @@ def offload(
                            slots, index=index, beside=chosen.beside)  # fmt: skip
         _replace(model, block.path, new)
         if not slots.config.managed:
-            _fill(slots, new)
+            fill(slots, new.experts.get_value(), index)
     return slots
 
 
@@ -93,7 +90,12 @@ def _pool(arrays: ModuleArrays, block: BlockPlaces, layout: ExpertLayout, device
     fields.clear()
     read.clear()
     arrays.drop(*paths)
-    # In memory of JAX's own: it is donated with the model, and memory that we lent JAX would be copied then.
+    return in_jax_memory(pool, device)
+
+
+def in_jax_memory(pool: jax.Array, device: jax.Device) -> jax.Array:
+    """A copy of a pool in pinned host memory of JAX's own: it is donated with the model, and memory that we lent JAX
+    would be copied then."""
     pinned = SingleDeviceSharding(device, memory_kind="pinned_host")
     return jax.device_put(pool, pinned, may_alias=False).block_until_ready()
 
@@ -112,7 +114,11 @@ def _dense(arrays: ModuleArrays, block: BlockPlaces, moe: MoESpec, device: jax.D
     return MoEWeights(router=moe.router.assemble(part("router")), shared=shared)
 
 
-def _cache_config(spec: ModelSpec, layers: int, residency: Residency, policy: Any, kernels: Any) -> CacheConfig:
+def cache_config(spec: ModelSpec, layers: int, residency: Residency, policy: Any, kernels: Any) -> CacheConfig:
+    """The slots of so many MoE layers. Raises `ConfigError` or `ResidencyError`."""
+    if policy not in POLICIES:
+        raise ConfigError(f"policy must be one of {', '.join(POLICIES)} inside a Flax model, got {policy!r}")
+    EngineOptions(residency=residency, kernels=kernels)
     moe = spec.moe
     keys = layers * moe.num_experts
     slots = moe.top_k if residency == "least" else int(float(residency) * keys + 1e-9)
@@ -127,10 +133,10 @@ def _cache_config(spec: ModelSpec, layers: int, residency: Residency, policy: An
     )  # fmt: skip
 
 
-def _fill(slots: ExpertSlots, block: OffloadedMoE) -> None:
-    """All experts of a block into their own slots."""
+def fill(slots: ExpertSlots, pool: jax.Array, index: int) -> None:
+    """All experts of a layer into their own slots."""
     state, wanted = slots.state.get_value(), np.ones(slots.config.experts, bool)
-    cache = _keep(state.cache, block.experts.get_value(), wanted, np.int32(block.index), config=slots.config)
+    cache = _keep(state.cache, pool, wanted, np.int32(index), config=slots.config)
     slots.state.set_value(state._replace(cache=cache))
 
 
