@@ -8,6 +8,7 @@ others are left alone, as `jax.clear_caches` would not.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
 import threading
@@ -16,6 +17,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,9 +172,12 @@ def _let_go(programs: dict[Hashable, _Program]) -> None:
 
 
 def _forget_traces() -> None:
-    """What JAX holds of our functions: traces, what was lowered of them, and with that what was compiled."""
+    """Lets go of what JAX holds of our functions: traces, what was lowered of them, and with that what was compiled."""
     for function in list(_functions):
         function.clear_cache()
+    # XLA's compiler leaves hundreds of MB to the C library, which keeps what was freed until it is asked for it.
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @atexit.register
