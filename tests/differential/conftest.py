@@ -5,6 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "families"))
 
+import jax
 import pytest
 
 
@@ -22,3 +23,10 @@ def bases(tmp_path_factory):
         return made[family]
 
     return base
+
+
+@pytest.fixture(autouse=True)
+def programs_are_given_back():
+    """Each directory's logits take a program of their own, and a process can hold those of some 3,000."""
+    yield
+    jax.clear_caches()
