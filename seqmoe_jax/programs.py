@@ -175,7 +175,12 @@ def _forget_traces() -> None:
     """Lets go of what JAX holds of our functions: traces, what was lowered of them, and with that what was compiled."""
     for function in list(_functions):
         function.clear_cache()
-    # XLA's compiler leaves hundreds of MB to the C library, which keeps what was freed until it is asked for it.
+    trim()
+
+
+def trim() -> None:
+    """Gives freed memory back to the system. XLA's compiler leaves hundreds of MB of it to the C library, which keeps it
+    until it is asked for it."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 

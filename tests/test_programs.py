@@ -139,6 +139,7 @@ def test_two_hundred_engines_in_one_process_take_no_more_than_ten():
             prompts = [[1, 2, 3], [7] * 20][: options.max_batch]
             list(engine.run(prompts, max_new_tokens=4, sampling=sampling))
         gc.collect()
+        programs.trim()  # as the end of the next engine does
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         held.append((len(MAPPINGS.read_text().splitlines()), resident))
     print(held[9], held[99], held[-1])
