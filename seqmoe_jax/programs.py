@@ -179,8 +179,8 @@ def _forget_traces() -> None:
 
 
 def trim() -> None:
-    """Gives freed memory back to the system. XLA's compiler leaves hundreds of MB of it to the C library, which keeps it
-    until it is asked for it."""
+    """Gives freed memory back to the system: XLA's compiler leaves hundreds of MB of it to the C library, which keeps
+    it until it is asked."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
