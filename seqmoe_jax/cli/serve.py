@@ -1,4 +1,4 @@
-"""`seqmoe serve`: an OpenAI-compatible HTTP server, until Ctrl-C."""
+"""`seqmoe serve`: an OpenAI-compatible HTTP server, until Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from seqmoe_jax.cli.arguments import add_load_arguments, add_options, generate_o
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.options import GenerateOptions
 
+KEY_VARIABLE = "SEQMOE_API_KEY"
 LAST_STEP = 5.0  # seconds for the step that runs to end
 
 
@@ -25,26 +26,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: any, but on this machine's own address none, lest a web page reads answers)"
     )
     add("--allow-host", action="append", default=[], metavar="NAME", help=names)
+    add(
+        "--alias",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name of the model; several times for several",
+    )
+    key = (
+        "what requests must have in the header Authorization: Bearer KEY; other users of this machine may see "
+        f"arguments, so better in the environment variable {KEY_VARIABLE} (default: that, or none)"
+    )
+    add("--api-key", metavar="KEY", help=key)
+    origin = "web pages of this origin may read answers, '*': any; several times for several (default: none)"
+    add("--cors", action="append", default=[], metavar="ORIGIN", help=origin)
+    drain = "for how many seconds SIGTERM lets answers end that have begun, while new requests get a 503 (default: 30)"
+    add("--drain-seconds", type=float, default=30.0, metavar="SECONDS", help=drain)
     unsaid = "where a request says nothing: the model's generation_config.json (default), or greedy"
     add_options(parser, GenerateOptions, ["sampling"], default="model", help=unsaid)
 
 
 def run(args: argparse.Namespace) -> int:
     try:
+        from seqmoe_jax.serving.access import Access
         from seqmoe_jax.serving.hosts import answered_hosts
         from seqmoe_jax.serving.listener import Server, bind
         from seqmoe_jax.serving.server import Service
     except ModuleNotFoundError as error:
         raise ConfigError(f"serving needs the package {error.name}: pip install 'seqmoe-jax[serve]'") from None
+    if not 0 <= args.drain_seconds <= 86_400:
+        raise ConfigError(f"--drain-seconds must be from 0 to 86400, got {args.drain_seconds}")
+    key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
+    Access(key=key, origins=args.cors)  # a fault shows before a model is loaded
     with bind(args.host, args.port) as listening:  # a port that is taken shows before a model is loaded
         engine = load_engine(args, progress=True)
         name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
         host, port = listening.getsockname()[:2]
         sampling = generate_options(args).sampling_over(engine.defaults)
-        service = Service(engine, name=name, sampling=sampling, hosts=answered_hosts(host, args.allow_host))
+        access = Access(hosts=answered_hosts(host, args.allow_host), key=key, origins=args.cors)
+        service = Service(engine, name=name, sampling=sampling, aliases=args.alias, access=access)
         address = f"[{host}]" if ":" in host else host
         print(f"seqmoe: {name} at http://{address}:{port}/v1 (Ctrl-C ends it)", file=sys.stderr, flush=True)
-        server = Server(service)
+        server = Server(service, drain=args.drain_seconds)
         server.run(sockets=[listening])
     ended = False
     with suppress(KeyboardInterrupt):  # once more

@@ -1,4 +1,4 @@
-"""What stands before the routes: the host that is asked for, and answers that come before the end of a body."""
+"""What stands before the routes: who may ask, and answers that come before the end of a body."""
 
 from __future__ import annotations
 
@@ -9,27 +9,34 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from seqmoe_jax.serving import answers
+from seqmoe_jax.serving.access import Access
 from seqmoe_jax.serving.hosts import is_answered
 from seqmoe_jax.serving.limits import Limits
 from seqmoe_jax.serving.work import unless
 
 
 class Door:
-    """An application behind these checks. `hosts`: those it answers to, None: all. `closing`: the server ends."""
+    """An application behind these checks. `closing`: the server ends."""
 
-    def __init__(self, app: ASGIApp, *, hosts: frozenset[str] | None, limits: Limits, closing: asyncio.Event):
-        self._app, self._hosts, self._limits, self._closing = app, hosts, limits, closing
+    def __init__(self, app: ASGIApp, *, access: Access, limits: Limits, closing: asyncio.Event):
+        self._app, self._access, self._limits, self._closing = app, access, limits, closing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = _Exchange(scope, receive, send, self._limits.linger, self._closing)
         app: ASGIApp = self._app
-        host = Headers(scope=scope).get("host")
-        if not is_answered(host, self._hosts):
+        headers = Headers(scope=scope)
+        host = headers.get("host")
+        if not is_answered(host, self._access.hosts):
             app = answers.refused(
                 f"this server does not answer to the host {str(host)[:100]!r}; ask for localhost, or start it with "
                 "--allow-host NAME",
                 status=421,
             )
+        elif not self._access.has_key(scope["path"], headers):
+            app = answers.refused(
+                "this server wants its API key, in the header Authorization: Bearer KEY; got none or another one",
+                status=401, code="invalid_api_key", headers={"www-authenticate": "Bearer"},
+            )  # fmt: skip
         await app(scope, exchange.receive, exchange.send)
 
 

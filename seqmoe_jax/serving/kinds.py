@@ -71,6 +71,13 @@ def one_of(*values: str, why: str) -> Kind:
     return Kind(words=f"{' or '.join(json.dumps(value) for value in values)} ({why})", take=take)
 
 
+TOKENS = Kind(
+    words="a list of token ids",
+    take=lambda value: value if isinstance(value, list) and all(type(item) is int for item in value) else None,
+)
+ANY_TEXT = Kind(words="text", take=lambda value: value if isinstance(value, str) and value else None)
+
+
 def text(most: int) -> Kind:
     def take(value: Any) -> str | None:
         return value if isinstance(value, str) and len(value) <= most else None

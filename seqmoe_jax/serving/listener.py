@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
+import time
 from typing import Any
 
 import h11
@@ -29,21 +31,34 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Serves until it is told to stop, by a signal or `stop`; generations then end after the step they are in."""
+    """Serves until it is told to stop, by a signal or `stop`; generations then end after the step they are in.
 
-    def __init__(self, service: Service):
+    SIGTERM lets what has begun be answered before that, for at most `drain` seconds.
+    """
+
+    def __init__(self, service: Service, *, drain: float = 0.0):
         config = uvicorn.Config(
             service.app(), log_level="warning", lifespan="off", loop="asyncio", ws="none",
             timeout_graceful_shutdown=GRACE, http=_protocol(service.limits.pause),
         )  # fmt: skip
         super().__init__(config)
         logging.getLogger("uvicorn.error").addFilter(_is_fault)
-        self._service = service
+        self._service, self._drain = service, drain
+        self._drained_by = float("inf")
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """The first signal ends it in order, a second at once."""
+        """SIGTERM lets what has begun end; any other signal, or the next one, ends it in order, one more at once."""
+        if sig == signal.SIGTERM and self._drain > 0 and not (self._service.draining or self.should_exit):
+            self._drained_by = time.monotonic() + self._drain
+            self._service.draining = True
+            return
         self.force_exit = self.should_exit
         self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        drained = self._service.draining and not self.server_state.tasks
+        self.should_exit = self.should_exit or drained or time.monotonic() >= self._drained_by
+        return await super().on_tick(counter)
 
     def stop(self) -> None:
         """Ends it; may be called from any thread."""

@@ -42,19 +42,19 @@ class Query:
     calling: Calling | None = None
 
 
-def parse(body: Any, engine: Engine, base: SamplingConfig, *, model: str, chat: bool) -> Query:
-    """Reads a body of `/v1/chat/completions` (`chat`) or `/v1/completions`; `base` gives the sampling it leaves open.
+def parse(
+    body: Any, engine: Engine, base: SamplingConfig, *, model: str, chat: bool, aliases: Sequence[str] = ()
+) -> Query:
+    """Reads a body of `/v1/chat/completions` (`chat`) or `/v1/completions`; `base` gives the sampling it leaves open,
+    `model` and `aliases` are the model's names.
 
     Raises `Refusal`, which names the field.
     """
     if not isinstance(body, dict):
         raise Refusal("the body must be a JSON object")
     given = read_fields(body, chat=chat)
-    if (wanted := given.get("model", model)) != model:
-        raise Refusal(
-            f"the model {wanted[:100]!r} does not exist; this server has {model!r}",
-            param="model", status=404, code="model_not_found",
-        )  # fmt: skip
+    wanted = given.get("model", model)
+    check_model(wanted, (model, *aliases))
     name, most = _most_new_tokens(given)
     tools = _tools(given, engine)
     requests = [_conversation(given, tools, engine)] if chat else _prompts(given, engine)
@@ -77,7 +77,7 @@ def parse(body: Any, engine: Engine, base: SamplingConfig, *, model: str, chat: 
             raise Refusal(f"{path}: {error}", param=path) from None
     return Query(
         chat=chat,
-        model=model,
+        model=wanted,
         requests=requests,
         stream=given.get("stream", False),
         usage=given.get("stream_options.include_usage", False),
@@ -85,6 +85,15 @@ def parse(body: Any, engine: Engine, base: SamplingConfig, *, model: str, chat: 
         created=int(time.time()),
         calling=_calling(given, tools, requests[0], engine) if tools else None,
     )
+
+
+def check_model(wanted: str, names: Sequence[str]) -> None:
+    """Raises `Refusal` for a name that is none of the model's."""
+    if wanted not in names:
+        raise Refusal(
+            f"the model {wanted[:100]!r} does not exist; this server has {' or '.join(map(repr, names))}",
+            param="model", status=404, code="model_not_found",
+        )  # fmt: skip
 
 
 def _most_new_tokens(given: Mapping[str, Any]) -> tuple[str, int | None]:
@@ -139,6 +148,11 @@ def _at_fault(error: SeqMoEError, field: str) -> Refusal:
     """The refusal for an error that names the part of a field, or else the field."""
     named = re.search(r"(messages|tools)\[\d+\](\.\w+)*", str(error))
     return Refusal(str(error), param=named.group() if named else field)
+
+
+def conversation(given: Mapping[str, Any], engine: Engine) -> Request:
+    """The conversation of a body as a prompt. Raises `Refusal`."""
+    return _conversation(given, _tools(given, engine), engine)
 
 
 def _conversation(given: Mapping[str, Any], tools: list[Any], engine: Engine) -> Request:

@@ -176,3 +176,22 @@ ROWS: tuple[Field, ...] = (
     *_accepted("keep_alive", "the model stays loaded"),
     *_refused({"system": ("",), "context": ([],), "images": ([],)}, "send it as a message"),
 )  # fmt: skip
+
+# vLLM's fields of the two that have nothing to do with answers.
+_MODEL_NAME = _applied("model", kinds.text(1024), "one of the names that `/v1/models` has; it may be left out")
+TOKENIZE: tuple[Field, ...] = (
+    _MODEL_NAME,
+    _applied("prompt", kinds.ANY_TEXT, "what is tokenized"),
+    _applied("messages", kinds.LIST, "instead, a conversation, as the model's chat template renders it for an answer"),
+    _applied("add_special_tokens", kinds.FLAG, "whether a prompt gets the model's special tokens; default: true"),
+    _applied("tools", kinds.ITEMS, "functions that the conversation's template is given"),
+    _applied("chat_template_kwargs", kinds.template_options(RESERVED), "options of the chat template"),
+    *_refused({"return_token_strs": (False,)}, "send the tokens to /detokenize"),
+    *_refused({"add_generation_prompt": (True,), "continue_final_message": (False,), "chat_template": ()}, _TEMPLATE),
+    *_refused({"mm_processor_kwargs": ({},), "media_io_kwargs": ({},)}, _TEXT),
+)
+DETOKENIZE: tuple[Field, ...] = (
+    _MODEL_NAME,
+    _applied("tokens", kinds.TOKENS, "what becomes text, special tokens left out"),
+)
+OTHERS: Mapping[str, tuple[Field, ...]] = {"/tokenize": TOKENIZE, "/detokenize": DETOKENIZE}

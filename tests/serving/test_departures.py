@@ -1,6 +1,7 @@
 """Clients leave at any moment: nothing goes on for them, and the log says nothing. Servers end at any moment too."""
 
 import json
+import signal
 import socket
 import struct
 import threading
@@ -12,7 +13,10 @@ from client import COMPLETIONS, HELLO, JSON, call, events, post, raw
 
 from seqmoe_jax.errors import PromptError
 from seqmoe_jax.generation import Piece
+from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.serving.limits import Limits
+from seqmoe_jax.serving.listener import Server, bind
+from seqmoe_jax.serving.server import Service
 
 BODY = json.dumps({"messages": HELLO, "max_tokens": 60, "stream": True}).encode()
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -154,6 +158,49 @@ def test_a_stream_is_told_that_the_server_ends(serve, engine, monkeypatch):
     last = response.read().decode().strip().split("\n\n")[-1]
     connection.close()
     assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
+
+
+@pytest.mark.parametrize("drain", [30.0, 0.3])
+def test_sigterm_lets_streams_end_within_its_limit(engine, monkeypatch, drain):
+    steps = threading.Semaphore(2)
+    run = type(engine).run
+
+    class Held:
+        def __init__(self, requests):
+            self._pieces = run(engine, requests)
+            self.drop = self._pieces.drop
+
+        def __iter__(self):
+            for piece in self._pieces:
+                steps.acquire(timeout=2.0)
+                yield piece
+
+    monkeypatch.setattr(engine, "run", Held)
+    service = Service(engine, name="tiny", sampling=SamplingConfig())
+    server = Server(service, drain=drain)
+    with bind("127.0.0.1", 0) as listening:
+        port = listening.getsockname()[1]
+        thread = threading.Thread(target=server.run, kwargs=dict(sockets=[listening]))
+        thread.start()
+        connection = HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request("POST", "/v1/chat/completions", BODY.replace(b"60", b"8"), JSON)
+        response = connection.getresponse()
+        response.readline()
+        server.handle_exit(signal.SIGTERM, None)
+        if drain > 1:
+            status, answer = post(port, COMPLETIONS, prompt="a", max_tokens=1)
+            assert (status, "shutting down" in answer["error"]["message"]) == (503, True)
+            status, health = call(port, "GET", "/health")
+            assert (status, json.loads(health)["status"]) == (503, "draining")
+            steps.release(60)
+        last = response.read().decode().strip().split("\n\n")[-1]
+        connection.close()
+        steps.release(60)
+        thread.join(20)
+        assert not thread.is_alive()
+        assert service.scheduler.join(20.0)
+    assert (last == "data: [DONE]") == (drain > 1)
+    assert ("shutting down" in last) == (drain < 1)
 
 
 def test_streams_survive_clients_that_split_lines_anywhere(port, engine, monkeypatch):

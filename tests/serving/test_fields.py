@@ -8,7 +8,7 @@ import pytest
 from client import COMPLETIONS, HELLO, call, post
 
 from seqmoe_jax.options import SamplingConfig
-from seqmoe_jax.serving.fields import FIELDS, as_markdown
+from seqmoe_jax.serving.fields import FIELDS, docs
 from seqmoe_jax.serving.limits import CHARACTERS_PER_TOKEN, Limits
 from seqmoe_jax.serving.query import parse
 from seqmoe_jax.serving.table import ROWS
@@ -264,6 +264,6 @@ def test_the_docs_have_the_limits():
 
 
 def test_the_docs_print_the_table():
-    assert as_markdown() in DOCS.read_text()
+    assert docs() in DOCS.read_text()
     named = set(re.findall(r"^\| `([\w.]+)`", DOCS.read_text(), re.MULTILINE))
     assert {field.name for field in ROWS} <= named

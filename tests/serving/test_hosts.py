@@ -5,6 +5,7 @@ import json
 import pytest
 from client import call
 
+from seqmoe_jax.serving.access import Access
 from seqmoe_jax.serving.hosts import answered_hosts, is_answered
 
 OWN = ["localhost", "localhost:8000", "LOCALHOST.", "127.0.0.1:8000", "[::1]:8000", "[::1]", "a.localhost:1", None]
@@ -29,7 +30,7 @@ def test_names_can_be_given_and_others_reach_an_open_address_by_any():
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("POST", "/v1/completions"), ("GET", "/none")])
 def test_another_host_is_misdirected(serve, method, path):
-    with serve(hosts=answered_hosts("127.0.0.1")) as port:
+    with serve(access=Access(hosts=answered_hosts("127.0.0.1"))) as port:
         status, answer = call(port, method, path, b"{}" * 10**6 if method == "POST" else None, {"Host": "evil.example"})
         assert status == 421
         assert "--allow-host" in json.loads(answer)["error"]["message"]
