@@ -58,14 +58,15 @@ def write(path: Path, figure: Figure, run: Run) -> None:
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # a name with dollars is no formula
     with writing(path) as file:
-        about = {"Keywords": f"seqmoe-run:{quote(to_json(run), safe='')}"}
+        # It ends in a mark of its own: whatever bytes come next in the file could else belong to it.
+        about = {"Keywords": f"seqmoe-run:{quote(to_json(run), safe='')};"}
         figure.savefig(file, format=path.suffix[1:], dpi=DPI, metadata=about)
 
 
 def read_run(path: Path) -> Run | None:
     """The run that an image is of, None where it does not say."""
     with path.open("rb") as file:
-        said = re.search(rb"seqmoe-run:([\w.~%-]+)", file.read(MOST_BYTES))
+        said = re.search(rb"seqmoe-run:([\w.~%-]+);", file.read(MOST_BYTES))
     return from_json(unquote(said[1].decode())) if said else None
 
 

@@ -14,6 +14,12 @@ from seqmoe_jax.cli.main import main
 EXCERPT = str(Path(__file__).parent / "data" / "gptoss20b_excerpt.npz")
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Of few pixels: what is drawn is looked at in other ways."""
+    monkeypatch.setattr("seqmoe_jax.plots.DPI", 20)
+
+
 def row(level: float, **more) -> dict:
     return {
         "recall_at": {str(k): level for k in range(4, 9)},
@@ -146,12 +152,20 @@ def test_a_figure_replaces_the_same_figure_alone(evaluation, tmp_path, capsys, k
     pytest.importorskip("matplotlib")
     words = ["recall", evaluation, "--out", tmp_path / f"r.{kind}"]
     assert plot(capsys, *words)[0] == 0
-    assert plot(capsys, *words)[0] == 0, "the same again"
+    again = plot(capsys, *words)
+    assert again[0] == 0, again[2]  # the same again
     status, _, err = plot(capsys, *words, "--split", "ood")
     assert (status, 'figure of `seqmoe plot` of another run (split null there, "ood" here)' in err) == (2, True), err
     assert plot(capsys, "heatmap", EXCERPT, "--out", tmp_path / f"r.{kind}")[0] == 2
     assert plot(capsys, *words, "--split", "ood", "--force")[0] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluation.json", f"r.{kind}"]
+
+
+def test_the_run_of_a_figure_ends_where_it_ends(tmp_path):
+    from seqmoe_jax.plots import read_run
+
+    (tmp_path / "r.png").write_bytes(b"\x89PNG seqmoe-run:%7B%22kind%22%3A%20%22recall%22%7D;A checksum follows")
+    assert read_run(tmp_path / "r.png") == {"kind": "recall"}
 
 
 def test_names_with_dollars_are_no_formulas(tmp_path, capsys):

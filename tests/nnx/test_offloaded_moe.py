@@ -125,6 +125,7 @@ def test_a_program_that_holds_the_model_is_watched_too(offloaded, wanted):
     assert decode(model, [PROMPT]) == wanted
 
 
+@pytest.mark.slow
 def test_it_works_outside_of_a_program_too(offloaded, wanted):
     model, slots = offloaded
     at, x = slots.state.get_value().cache.blocks.unsafe_buffer_pointer(), jnp.ones((1, 1, 32))

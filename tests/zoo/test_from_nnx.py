@@ -38,7 +38,7 @@ def tunix(**changes):
 
 @pytest.fixture(scope="module")
 def engine():
-    with sm.from_nnx(tunix(), residency=0.4, max_batch=2) as engine:
+    with sm.from_nnx(tunix(), residency=0.4) as engine:
         yield engine
 
 
@@ -204,9 +204,8 @@ def test_token_ids_need_no_tokenizer_and_text_does(engine, wanted):
     one = engine.generate(np.array(PROMPT), max_new_tokens=4)
     assert (one.text, one.tokens) == ("", wanted[:4])
     assert list(engine.stream_tokens(PROMPT, max_new_tokens=4)) == wanted[:4]
-    both = engine.generate([jnp.array(PROMPT), PROMPT[::-1]], max_new_tokens=4)
-    assert both[0].tokens == wanted[:4]
-    assert len(both) == 2
+    (again,) = engine.generate([jnp.array(PROMPT)], max_new_tokens=4)
+    assert again.tokens == wanted[:4]
     with pytest.raises(sm.PromptError, match=r"no tokenizer: give token ids"):
         engine.generate("abc")
     with pytest.raises(sm.PromptError, match="stop strings need a tokenizer"):
