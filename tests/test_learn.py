@@ -89,6 +89,15 @@ def test_another_run_is_refused_before_anything_is_loaded_unless_forced(place, p
     assert parts["trace"] == 2
 
 
+@pytest.mark.parametrize("spoiled", ["{", "[]", '{"run": 3}', '{"run": {}}'])
+def test_what_an_earlier_run_left_is_not_believed_where_it_is_damaged(place, parts, capsys, spoiled):
+    assert run(place) == 0
+    (place / "cache" / "predictors" / "tiny" / "learned.json").write_text(spoiled)
+    assert run(place) == 2
+    assert "--force replaces it" in capsys.readouterr().err
+    assert run(place, "--force") == 0
+
+
 def test_simulations_that_are_done_are_kept_when_it_is_killed(place, parts, capsys, monkeypatch):
     simulated, simulate = [], worth.simulate
 

@@ -147,12 +147,21 @@ def _installed(home: Path, said: Mapping[str, Any], *, force: bool) -> dict[str,
     check_directory(home, mine=store.FILES)
     try:
         found = read_json(home / store.LEARNED)
-        different = differences(found["run"], said)
-    except (ConfigError, KeyError, TypeError, AttributeError):
+        different = differences(found["run"], said) or _incomplete(found)
+    except (ConfigError, KeyError, TypeError, AttributeError, ArithmeticError):
         found, different = {}, "it does not say which"
     if different and not force:
         raise OutputError(f"{home} has a predictor already, of another run ({different}): --force replaces it")
     return None if different else found
+
+
+def _incomplete(found: Mapping[str, Any]) -> str:
+    """What is wrong with what an earlier run is said to have found; raises `KeyError` or `TypeError` for some of it."""
+    from seqmoe_jax.simulation.worth import Worth, pays
+
+    rows = [Worth(**row) for row in found["simulated"]]
+    recalls = all(isinstance(value, float) for row in found["recall"].values() for value in row.values())
+    return "" if recalls and found["pays"] == pays(rows) and found["model"] else "its file is damaged"
 
 
 def _trace(args: argparse.Namespace, prompts: Sequence[Prompt], out: Path) -> Trace:

@@ -81,7 +81,7 @@ def share_kept(score, slots, routed):
     least, found = np.sort(score)[-slots], 0
     for layer in range(routed.shape[0]):
         for expert in routed[layer]:
-            found += score[layer * experts + expert] >= least
+            found += 0 < score[layer * experts + expert] >= least  # of what nothing is known nothing is kept
     return found / routed.size
 
 
