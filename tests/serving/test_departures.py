@@ -165,17 +165,21 @@ def test_sigterm_lets_streams_end_within_its_limit(engine, monkeypatch, drain):
     steps = threading.Semaphore(2)
     run = type(engine).run
 
-    class Held:
-        def __init__(self, requests):
-            self._pieces = run(engine, requests)
-            self.drop = self._pieces.drop
+    def slowly(*args, **kwargs):
+        pieces = run(engine, *args, **kwargs)
 
-        def __iter__(self):
-            for piece in self._pieces:
-                steps.acquire(timeout=2.0)
-                yield piece
+        class Held:
+            def __getattr__(self, name):
+                return getattr(pieces, name)
 
-    monkeypatch.setattr(engine, "run", Held)
+            def __iter__(self):
+                for piece in pieces:
+                    steps.acquire(timeout=2.0)
+                    yield piece
+
+        return Held()
+
+    monkeypatch.setattr(engine, "run", slowly)
     service = Service(engine, name="tiny", sampling=SamplingConfig())
     server = Server(service, drain=drain)
     with bind("127.0.0.1", 0) as listening:

@@ -1,5 +1,7 @@
 """`/metrics` counts what happened, in Prometheus's form."""
 
+import time
+
 import jax
 import numpy as np
 import pytest
@@ -34,7 +36,11 @@ def test_experts_are_summed_over_generations(port, engine):
     before = scrape(port)
     routed = moved = 0
     for prompt in ("first", "second"):
+        earlier = engine.stats
         post(port, COMPLETIONS, prompt=prompt, max_tokens=6)
+        deadline = time.monotonic() + 30  # the answer may be there before the generation has counted
+        while (engine.stats is earlier or not engine.stats.experts_routed) and time.monotonic() < deadline:
+            time.sleep(0.01)
         scrape(port)
         routed, moved = routed + engine.stats.experts_routed, moved + engine.stats.bytes_moved
     after = scrape(port)
