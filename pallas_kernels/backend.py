@@ -31,3 +31,11 @@ def resolve(implementation: Implementation | None) -> Implementation:
     if implementation not in get_args(Implementation):
         raise ValueError(f"unknown implementation {implementation!r}: expected one of {get_args(Implementation)}")
     return implementation
+
+
+def loops_are_cheap() -> bool:
+    """Whether plain XLA had better go over what is in use of an array, tile by tile, than over all of it.
+
+    On CPUs. On a GPU a loop of unknown length ends the graph that a step is launched as, and costs more than it saves.
+    """
+    return jax.default_backend() == "cpu"

@@ -156,8 +156,8 @@ def compiled_step(spec: ModelSpec, name: str, device: Any, args: argparse.Namesp
     abstract = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"))
     with use_abstract_mesh(abstract):
         lowered = jitted_step.lower(
-            there(sequences), there(offload), there(weights), there(pools, pinned), there(sampling), there(numbers(1)),
-            link, there(weights_of_predictor), config=config,
+            there(sequences), there(offload), there(weights), there(pools, pinned), there(sampling),
+            there(numbers(args.batch, 8)), link, there(weights_of_predictor), config=config,
         )  # fmt: skip
     lowered.compile(compiler_options={"xla_dump_to": dump})
 

@@ -209,10 +209,16 @@ class Engine:
             if single and piece.fault is not None:
                 raise piece.fault
         results = [
-            Generation(text=reply.text, reasoning=reply.reasoning, tokens=tokens, finish_reason=reason,
-                       stats=self.stats, error=None if index not in run.faults else str(run.faults[index]))
-            for index, (reply, tokens, reason) in enumerate(zip(run.replies, run.new, run.reasons, strict=True))
-        ]  # fmt: skip
+            Generation(
+                text=answer.reply.text,
+                reasoning=answer.reply.reasoning,
+                tokens=answer.tokens,
+                finish_reason=answer.finish_reason or "length",
+                stats=self.stats,
+                error=None if answer.fault is None else str(answer.fault),
+            )
+            for answer in run.answers.values()
+        ]
         return results[0] if single else results
 
     def stream(
@@ -237,9 +243,10 @@ class Engine:
         requests, _ = self._requests(prompt, messages, GenerateOptions(**options))
         return _tokens(self.run(requests))
 
-    def run(self, requests: Sequence[Request]) -> Run:
-        """Requests decoded together, each with its own options; iterate over it for their text as it comes."""
-        return Run(self.token_engine, self.tokenizer, self.eos_token_ids, requests)
+    def run(self, requests: Sequence[Request] = (), *, poll: Callable[[], None] | None = None) -> Run:
+        """Requests decoded together, each with its own options; iterate over it for their text as it comes. `poll` is
+        called often meanwhile, and may add others."""
+        return Run(self.token_engine, self.tokenizer, self.eos_token_ids, requests, poll=poll)
 
     def request(
         self,
@@ -391,7 +398,7 @@ def _tokens(run: Run) -> Iterator[int]:
     for piece in run:
         if piece.fault is not None:
             raise piece.fault
-        yield run.new[0][-1]
+        yield run.answers[0].tokens[-1]
 
 
 def _sampling_or_why_not(directory: Path) -> SamplingConfig | ConfigError:

@@ -1,17 +1,18 @@
-"""Requests in, text out: the run of a batch, between token ids and the faces that users see."""
+"""Requests in, text out: between token ids and the faces that users see."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
-from seqmoe_jax.decode.loop import TokenEvent
 from seqmoe_jax.decode.state import EXHAUSTED, STOPPED
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import NonFiniteError
+from seqmoe_jax.lanes import TokenEvent, TokenRequest
 from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.text import Chat, TextStream, Tokenizer
+from seqmoe_jax.text.harmony import Reply as HarmonyReply
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -38,65 +39,99 @@ class Piece:
     fault: NonFiniteError | None = None
 
 
+@dataclass(kw_only=True)
+class Answer:
+    """What has come of a request so far: its text (`reply`), its new `tokens`, and once it has ended why."""
+
+    reply: TextStream | HarmonyReply
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    fault: NonFiniteError | None = None
+
+
 class Run:
-    """One generation: iterates over pieces, one per token; afterwards has `replies`, tokens (`new`), `reasons`, and the
-    `faults` of sequences that ended with one, by their number."""
+    """Requests that are generated together: iterates over pieces, one per token, until all have ended.
+
+    `poll` is called often meanwhile; there requests may be added and dropped. `answers` are by their numbers.
+    """
 
     def __init__(
-        self, engine: TokenEngine, tokenizer: Tokenizer, eos_token_ids: Sequence[int], requests: Sequence[Request]
+        self,
+        engine: TokenEngine,
+        tokenizer: Tokenizer,
+        eos_token_ids: Sequence[int],
+        requests: Sequence[Request] = (),
+        *,
+        poll: Callable[[], None] | None = None,
     ):
-        self.replies = [
-            TextStream(tokenizer=tokenizer, stop=request.stop, context=request.tokens)
-            if request.chat is None
-            else request.chat.reply(tokenizer, request.stop, request.tokens)
-            for request in requests
-        ]
-        self.new: list[list[int]] = [[] for _ in requests]
-        self.reasons: list[FinishReason] = ["length"] * len(requests)
-        self.faults: dict[int, NonFiniteError] = {}
-        self._open = set(range(len(requests)))
-        self._events = engine.run(
-            [request.tokens for request in requests],
-            max_new_tokens=[request.max_new_tokens for request in requests],
-            sampling=[request.sampling for request in requests],
-            eos_token_ids=eos_token_ids,
+        self._tokenizer, self._eos_token_ids = tokenizer, tuple(eos_token_ids)
+        self.answers: dict[int, Answer] = {}
+        if poll is None:  # nothing will be added
+            engine.check([each.tokens for each in requests], [each.max_new_tokens for each in requests])
+        self._session = engine.session(poll)
+        for request in requests:
+            self.add(request)
+
+    @property
+    def free(self) -> int:
+        """Requests that may be added without one of them having to wait for another to end."""
+        return self._session.free
+
+    def add(self, request: Request) -> int:
+        """Returns the number that its pieces have: 0, 1, ... Raises `PromptError` for what the engine cannot run."""
+        number = self._session.add(
+            TokenRequest(
+                prompt=request.tokens,
+                max_new_tokens=request.max_new_tokens,
+                sampling=request.sampling,
+                eos_token_ids=self._eos_token_ids,
+            )
         )
+        if request.chat is None:
+            plain = TextStream(tokenizer=self._tokenizer, stop=request.stop, context=request.tokens)
+            self.answers[number] = Answer(reply=plain)
+        else:
+            self.answers[number] = Answer(reply=request.chat.reply(self._tokenizer, request.stop, request.tokens))
+        return number
+
+    def drop(self, number: int) -> None:
+        """Nobody wants this request any more: its answer ends with the text that it has."""
+        self._session.drop(number)
+        if (answer := self.answers.get(number)) is not None:
+            answer.finish_reason = answer.finish_reason or "length"
 
     def __iter__(self) -> Iterator[Piece]:
         try:
-            for event in self._events:
-                if event.sequence in self._open:
-                    yield self._take(event)
-                if not self._open:
-                    return
+            for event in self._session.events:
+                answer = self.answers.get(event.sequence)
+                if answer is None or answer.finish_reason is not None:
+                    continue
+                piece = _take(answer, event)
+                if piece.finish_reason is not None:
+                    self._session.drop(event.sequence)
+                yield piece
         finally:
-            self._events.close()
+            self._session.events.close()
 
-    def drop(self, sequence: int) -> None:
-        """Nobody wants this sequence any more; the run ends when that is true of all."""
-        self._open.discard(sequence)
 
-    def _take(self, event: TokenEvent) -> Piece:
-        index, reply = event.sequence, self.replies[event.sequence]
-        thought = len(reply.reasoning)
-        if not event.finite:
-            self._open.discard(index)
-            self.reasons[index], self.faults[index] = "error", _not_finite(index, len(self.new[index]))
-            text, rest = reply.close(), reply.reasoning[thought:]
-            return Piece(sequence=index, text=text, reasoning=rest, finish_reason="error", fault=self.faults[index])
-        self.new[index].append(event.token)
-        text = "" if event.end == STOPPED else reply.push(event.token)
-        reason: FinishReason | None = None
-        if event.end == STOPPED or reply.finished:
-            reason = "stop"
-        elif event.end == EXHAUSTED:
-            reason = "length"
-        if reason is not None:
-            text += reply.close()
-            # What was held back may have held a stop string after all.
-            self.reasons[index] = reason = "stop" if reply.finished else reason
-            self._open.discard(index)
-        return Piece(sequence=index, text=text, reasoning=reply.reasoning[thought:], finish_reason=reason)
+def _take(answer: Answer, event: TokenEvent) -> Piece:
+    """The text that a token settles, and what it means for the answer."""
+    reply, thought, number = answer.reply, len(answer.reply.reasoning), event.sequence
+    if not event.finite:
+        answer.finish_reason, answer.fault = "error", _not_finite(number, len(answer.tokens))
+        text, rest = reply.close(), reply.reasoning[thought:]
+        return Piece(sequence=number, text=text, reasoning=rest, finish_reason="error", fault=answer.fault)
+    answer.tokens.append(event.token)
+    text = "" if event.end == STOPPED else reply.push(event.token)
+    if event.end == STOPPED or reply.finished:
+        answer.finish_reason = "stop"
+    elif event.end == EXHAUSTED:
+        answer.finish_reason = "length"
+    if answer.finish_reason is not None:
+        text += reply.close()
+        # What was held back may have held a stop string after all.
+        answer.finish_reason = "stop" if reply.finished else answer.finish_reason
+    return Piece(sequence=number, text=text, reasoning=reply.reasoning[thought:], finish_reason=answer.finish_reason)
 
 
 def _not_finite(sequence: int, new: int) -> NonFiniteError:

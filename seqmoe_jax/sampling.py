@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, UInt32
 
-from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.options import SamplingConfig
 
 
 class SamplingParams(NamedTuple):
     """`SamplingConfig` of every sequence as device arrays."""
 
-    temperature: Float32[Array, " B"]
+    temperature: Float32[Array, " B"]  # 0: greedy
     top_k: Int[Array, " B"]
     top_p: Float32[Array, " B"]
     min_p: Float32[Array, " B"]
@@ -25,15 +24,10 @@ class SamplingParams(NamedTuple):
 
     @classmethod
     def of(cls, configs: Sequence[SamplingConfig], batch: int) -> SamplingParams:
-        """One configuration per sequence; the rest of `batch` is padding. Raises `ConfigError` for a mixture.
-
-        Greedy and drawn sequences are different programs.
-        """
-        if len({config.greedy for config in configs}) != 1:
-            raise ConfigError("the sequences of one batch must be either all greedy or all drawn")
+        """One configuration per sequence; the rest of `batch` is padding."""
         configs = [*configs, *[configs[-1]] * (batch - len(configs))]
         params = dict(
-            temperature=np.array([_float32(config.temperature or 1.0) for config in configs], np.float32),
+            temperature=np.array([_float32(config.temperature) for config in configs], np.float32),
             top_k=np.array([config.top_k for config in configs], np.int32),
             top_p=np.array([config.top_p for config in configs], np.float32),
             min_p=np.array([config.min_p for config in configs], np.float32),
@@ -46,6 +40,8 @@ class SamplingParams(NamedTuple):
 def _float32(temperature: float | int) -> float:
     """Within what a division by it can take: smaller ones are no numbers on devices, larger ones make all equal too."""
     limits = np.finfo(np.float32)
+    if temperature == 0:
+        return 0.0
     return float(min(max(temperature, float(limits.tiny)), float(limits.max)))
 
 
@@ -62,7 +58,8 @@ def greedy(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
 def filter_logits(logits: Float32[Array, "B V"], params: SamplingParams) -> Float32[Array, "B V"]:
     """Tempered logits with everything outside top-k, top-p and min-p at -inf. The best token always stays."""
     # Less the best one, which stays 0 at any temperature: near 0 the others are at -inf, and nothing overflows.
-    logits = (logits - logits.max(axis=-1, keepdims=True)) / params.temperature[:, None]
+    temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)
+    logits = (logits - logits.max(axis=-1, keepdims=True)) / temperature[:, None]
     ranked = -jnp.sort(-logits, axis=-1)
     vocab = logits.shape[-1]
     last = jnp.clip(jnp.where(params.top_k > 0, params.top_k, vocab), 1, vocab) - 1
@@ -79,6 +76,7 @@ def filter_logits(logits: Float32[Array, "B V"], params: SamplingParams) -> Floa
 
 
 def sample(logits: Float[Array, "B V"], params: SamplingParams, positions: Int[Array, " B"]) -> Int[Array, " B"]:
-    """One draw per sequence; `positions` are those of the tokens drawn."""
+    """One draw per sequence, or its most likely token at temperature 0; `positions` are those of the tokens drawn."""
     keys = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(params.seed), positions)
-    return jax.vmap(jax.random.categorical)(keys, filter_logits(logits.astype(jnp.float32), params)).astype(jnp.int32)
+    drawn = jax.vmap(jax.random.categorical)(keys, filter_logits(logits.astype(jnp.float32), params))
+    return jnp.where(params.temperature > 0, drawn.astype(jnp.int32), greedy(logits))

@@ -47,9 +47,9 @@ def test_requests_of_one_batch_have_their_own_lengths(engine):
     requests = [engine.request("abc", max_new_tokens=3), engine.request([1, 2, 3], max_new_tokens=7, stop=["\x00"])]
     run = engine.run(requests)
     last = {piece.sequence: piece.finish_reason for piece in run if piece.finish_reason}
-    assert last == dict(enumerate(run.reasons))
-    assert len(run.new[0]) == 3
-    assert run.new[0] == engine.generate("abc", max_new_tokens=3).tokens
+    assert last == {number: answer.finish_reason for number, answer in run.answers.items()}
+    assert len(run.answers[0].tokens) == 3
+    assert run.answers[0].tokens == engine.generate("abc", max_new_tokens=3).tokens
     assert engine.request("abc").max_new_tokens == engine.token_engine.context - 3
 
 
@@ -58,7 +58,7 @@ def test_a_run_ends_when_nobody_wants_it(engine):
     for count, _ in enumerate(run, start=1):
         if count == 2:
             run.drop(0)
-    assert len(run.new[0]) == 2
+    assert len(run.answers[0].tokens) == 2
     assert engine.stats.new_tokens < 20
 
 

@@ -61,7 +61,7 @@ sequences = jax.eval_shape(partial(empty_sequences, spec=spec, batch=batch, capa
 weights = jax.eval_shape(partial(random_weights, spec=spec, dtype=np.dtype(jnp.bfloat16)), jax.random.key(0))
 pools = (jax.ShapeDtypeStruct((8, spec.expert_layout.block_elems), spec.expert_layout.storage),) * 3
 sampling = jax.eval_shape(lambda: SamplingParams.of([SamplingConfig()], batch))
-ends = jax.ShapeDtypeStruct((1,), jnp.int32)
+ends = jax.ShapeDtypeStruct((batch, 8), jnp.int32)
 link = predictor = plan = foreseen = state = None
 if planned:
     plan = PlanConfig(layers=3, experts=8, tasks=4, keep=4)

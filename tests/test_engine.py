@@ -184,8 +184,8 @@ def test_closing_ends_another_threads_generation():
 def test_closing_from_inside_a_generation_ends_it():
     engine = tiny_engine(residency=0.5)
     token_engine = engine.token_engine
-    hold = token_engine._hold
-    token_engine._hold = lambda offload: (hold(offload), engine.close())  # as a handler of a signal would
+    hold = token_engine.offloading.hold
+    token_engine.offloading.hold = lambda offload: (hold(offload), engine.close())  # as a handler of a signal would
     with pytest.raises(EngineError, match="has been closed"):
         list(engine.stream("Once", max_new_tokens=5))
     with pytest.raises(EngineError, match="has been closed"):

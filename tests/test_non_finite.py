@@ -40,7 +40,7 @@ def test_it_ends_that_sequence_and_no_other(model, temperature):
             assert (bad.tokens, bad.text, bad.finish_reason) == ([], "", "error")
             assert "prompt 1: expected finite logits for new token 0" in bad.error
         assert engine.generate(PROMPTS[0], max_new_tokens=6, temperature=temperature, seed=3).tokens == sound.tokens
-        forecast = engine.token_engine._offload.forecast
+        forecast = engine.token_engine.offloading.state.forecast
         assert all(bool(jnp.isfinite(part).all()) for part in forecast)
 
 

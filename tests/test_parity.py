@@ -113,7 +113,7 @@ def test_logits_are_equal_to_a_ten_thousandth(case):
     )
     step = jax.jit(lambda s, o: forward(s, o, model.weights, model.pools, config=config))
     sequences = empty_sequences(spec=model.spec, batch=1, capacity=256, dtype=engine.dtype)
-    offload = engine._offload
+    offload = engine.offloading.state
     for position, token in enumerate(tokens):
         sequences = sequences._replace(
             token=jnp.asarray([token], jnp.int32), position=jnp.asarray([position], jnp.int32)

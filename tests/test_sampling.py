@@ -93,8 +93,14 @@ def test_each_sequence_of_a_batch_has_its_own_options():
     logits = jnp.tile(jnp.asarray([[0.0, 1.0, 1.1]]), (2, 1))
     params = SamplingParams.of([SamplingConfig(temperature=1.0, top_k=1), SamplingConfig(temperature=1.0, top_k=2)], 2)
     assert np.isfinite(np.asarray(filter_logits(logits, params))).sum(axis=1).tolist() == [1, 2]
-    with pytest.raises(ConfigError, match="all greedy or all drawn"):
-        SamplingParams.of([SamplingConfig(), SamplingConfig(temperature=1.0)], 2)
+
+
+def test_greedy_and_drawn_sequences_share_a_batch():
+    logits = jnp.tile(jnp.asarray([[0.0, 1.0, 1.1]]), (2, 1))
+    params = SamplingParams.of([SamplingConfig(), SamplingConfig(temperature=1.0, seed=3)], 2)
+    draws = jax.vmap(lambda position: sample(logits, params, jnp.full(2, position)))(jnp.arange(200))
+    assert set(np.asarray(draws[:, 0]).tolist()) == {2}
+    assert set(np.asarray(draws[:, 1]).tolist()) == {0, 1, 2}
 
 
 def test_only_options_that_are_given_override():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from pallas_kernels.plan_tasks import SLOT, PlanConfig, plan_tasks
@@ -75,9 +76,11 @@ class ReactivePolicy:
         """After the last layer: the coming step is forecast and planned for."""
         return offload, None
 
-    def after_prompt(self, offload: Offload, features: Any, coming: Coming, inputs: PolicyInputs) -> Offload:
-        """After a prompt: the first step is forecast from what its last token routed to, `features` [B, keys] (None
-        without a predictor)."""
+    def after_prompt(
+        self, offload: Offload, features: Any, coming: Coming, others: Int[Array, ""], inputs: PolicyInputs
+    ) -> Offload:
+        """After a prompt: its first step is forecast from what its last token routed to, `features` [1, keys] (None
+        without a predictor). It decodes beside `others`, whose step is forecast already."""
         return offload
 
 
@@ -148,10 +151,13 @@ class ForecastPolicy(HistoryPolicy):
         clock = offload.cache.clock + (self.ahead - 1) * self.cache.layers
         return self._follow(offload, forecast, chance, clock, 0, inputs)
 
-    def after_prompt(self, offload: Offload, features: Any, coming: Coming, inputs: PolicyInputs) -> Offload:
-        inputs = inputs._replace(hash_tables={})
-        offload, forecast, _ = self._foresee(offload, features, coming, inputs, 1)
-        return offload._replace(cache=rescore(offload.cache, forecaster.worth(forecast)))
+    def after_prompt(
+        self, offload: Offload, features: Any, coming: Coming, others: Int[Array, ""], inputs: PolicyInputs
+    ) -> Offload:
+        before, inputs = offload.forecast, inputs._replace(hash_tables={})
+        offload, new, _ = self._foresee(offload, features, coming, inputs, 1)
+        forecast = forecaster.together(before, others, new, coming.active.sum(dtype=jnp.int32))
+        return offload._replace(forecast=forecast, cache=rescore(offload.cache, forecaster.worth(forecast)))
 
     def _foresee(
         self, offload: Offload, features: Float[Array, "B keys"], coming: Coming, inputs: PolicyInputs, ahead: int

@@ -35,6 +35,7 @@ NO_INPUTS = PolicyInputs()
 class StepConfig:
     """What the compiled step is made for. Hashable: a static argument.
 
+    greedy: no sequence draws; else those of temperature 0 do not.
     vocab: of the tokenizer; the output head may have more rows, which must never be drawn.
     kernels: what computes the parts of a layer beside the experts.
     channel: number of the transfer engine that a host callback hands the plans to (`prefetch.channels`).
@@ -101,7 +102,7 @@ def step(
     weights: ModelWeights,
     pools: Pools,
     sampling: SamplingParams,
-    eos_token_ids: Int[Array, " N"],
+    eos_token_ids: Int[Array, "B N"],
     link: Link | None = None,
     predictor: dict[str, Any] | None = None,
     replay: Replay | None = None,

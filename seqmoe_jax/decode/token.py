@@ -13,7 +13,7 @@ def next_token(
     logits: Float[Array, "B V"],
     sequences: Sequences,
     sampling: SamplingParams,
-    eos_token_ids: Int[Array, " N"],
+    eos_token_ids: Int[Array, "B N"],
     position: Int[Array, " B"],
     *,
     greedily: bool,

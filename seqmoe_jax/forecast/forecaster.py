@@ -85,6 +85,14 @@ def mean_over(values: Float[Array, "B keys"], active: Bool[Array, " B"]) -> Floa
     return jnp.where(active[:, None], values, 0.0).sum(0) / jnp.maximum(active.sum().astype(jnp.float32), 1.0)
 
 
+def together(first: Forecast, sequences: Int[Array, ""], second: Forecast, more: Int[Array, ""]) -> Forecast:
+    """The mean over `sequences` of the first forecast and `more` of the second; the second where there are none."""
+    share = more.astype(jnp.float32) / jnp.maximum(sequences + more, 1).astype(jnp.float32)
+    share = jnp.where(sequences > 0, share, 1.0)
+    # Selected where there are no others: what they were forecast has no part in it, whatever it is.
+    return Forecast(*(jnp.where(share == 1, b, a + share * (b - a)) for a, b in zip(first, second, strict=True)))
+
+
 def foresee(
     config: PredictorConfig,
     predictor: dict[str, Any],

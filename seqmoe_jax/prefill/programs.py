@@ -3,18 +3,21 @@
 Unlike decoding, prefill is not one graph: lengths vary, and a layer takes long enough to hide its dispatch. In order:
 
     begin_prompt       one sequence and the predictor's state, both of them empty
-    begin_pass         the embeddings of a pass; then, layer by layer:
+    begin_chunk        the embeddings of each chunk of a pass; then, layer by layer:
         route_chunk    chunk by chunk: mixer, router
+        place_chunk    chunk by chunk: what the experts read of it, into that of the pass
         apply_experts  the whole pass: what the prompts teach the policy, then the experts, loaded where they miss
-        finish_chunk   chunk by chunk: the sum over each token's experts, back into the stream
+        sum_experts    the whole pass: the sum over each token's experts
+        take_chunk     chunk by chunk: its part of these sums
+        finish_chunk   chunk by chunk: they are added to the stream
     end_chunk          chunk by chunk: the hidden state of a prompt's last token; the predictor reads the chunk
     first_token        of one sequence: output head and sampling
-    join_states        layer by layer: the sequences' states become those of a batch
-    begin_decoding     sequences become a batch, and the first decode step is forecast
+    begin_decoding     of one sequence: its first decode step is forecast, beside the sequences that decode already
 
-A sequence's chunks and its first token are computed as if it were alone; only the experts see a pass as a whole, and
-they compute every row by itself. So tokens do not depend on who else is there. All residencies run the same programs
-around the experts: XLA may round differently in programs that are cut elsewhere. `reader` runs them.
+A sequence's chunks and its first token are computed as if it were alone, by programs that know nothing of the pass;
+only the experts see a pass as a whole, and they compute every row by itself. So tokens do not depend on who else is
+there. A pass of one chunk needs neither `place_chunk` nor `take_chunk`. All residencies run the same programs around
+the experts: XLA may round differently in programs that are cut elsewhere. `reader` runs them.
 
 Shapes: P tokens of a pass, T of a chunk, B sequences.
 """
@@ -49,7 +52,8 @@ from seqmoe_jax.models.mixers import State
 from seqmoe_jax.models.spec import LayerSpec, ModelSpec, MoESpec
 from seqmoe_jax.models.weights import LayerWeights, ModelWeights, MoEWeights
 from seqmoe_jax.prefill.experts import ExpertCounts, count_tokens, moe_prefill, observe_prompt
-from seqmoe_jax.prefill.replay import RecordedPass, choice
+from seqmoe_jax.prefill.replay import RecordedPart, choice
+from seqmoe_jax.programs import owned
 from seqmoe_jax.sampling import SamplingParams
 
 
@@ -61,22 +65,29 @@ class Reading(NamedTuple):
     predictor: dict[str, Any] | None  # its state
 
 
-class PassTokens(NamedTuple):
-    """The tokens of a pass, chunk after chunk."""
+class ChunkTokens(NamedTuple):
+    """The tokens of a chunk."""
 
-    ids: Int32[Array, " P"]
-    positions: Int32[Array, " P"]
-    valid: Bool[Array, " P"]
-    recorded: RecordedPass | None = None  # forced routing (`replay`)
+    ids: Int32[Array, " T"]
+    positions: Int32[Array, " T"]
+    valid: Bool[Array, " T"]
+    recorded: RecordedPart | None = None  # forced routing (`replay`)
 
 
 class Stream(NamedTuple):
-    """What travels from layer to layer in a pass; donated to every program that writes it."""
+    """What travels from layer to layer of a chunk; donated to every program that writes it."""
 
-    x: Float[Array, "P *S H"]
-    normed: Float[Array, "P H"]  # what the experts of the running layer read
-    ids: Int32[Array, "L P K"]  # -1 for padding and for layers still to come
-    weights: Float32[Array, "L P K"]
+    x: Float[Array, "T *S H"]
+    ids: Int32[Array, "L T K"]  # -1 for padding and for layers still to come
+    weights: Float32[Array, "L T K"]
+
+
+class Routed(NamedTuple):
+    """What the experts of a layer read, of a chunk or of a pass."""
+
+    normed: Float[Array, "P H"]
+    ids: Int32[Array, "P K"]  # -1 for padding
+    weights: Float32[Array, "P K"]
 
 
 class Beginning(NamedTuple):
@@ -102,63 +113,67 @@ def begin_prompt(
 ) -> tuple[Sequences, Reading]:
     """Makes a sequence of which nothing is read yet.
 
-    `remaining`: tokens that may follow the prompt; 0 for the padding of a batch, which is done from the start.
+    `remaining`: tokens that may follow the prompt.
     """
     spec, (sequence, state) = beginning.spec, beginning.states(1)
     routing = None if state is None else jnp.zeros((1, spec.num_keys), jnp.float32)
     reading = Reading(jnp.zeros((1, *spec.token_shape), beginning.dtype), routing, state)
-    return sequence._replace(position=length, remaining=remaining, done=remaining == 0), reading
+    return sequence._replace(position=length, remaining=remaining), reading
 
 
-@partial(jax.jit, static_argnames=("spec", "dtype"))
-def begin_pass(table: Float[Array, "V H"], ids: Int[Array, " P"], *, spec: ModelSpec, dtype: np.dtype) -> Stream:
-    """Embeds a pass."""
+@partial(jax.jit, static_argnames="spec")
+def begin_chunk(table: Float[Array, "V H"], ids: Int[Array, " T"], *, spec: ModelSpec) -> Stream:
+    """Embeds a chunk."""
     routes = (len(spec.moe_layers), len(ids), spec.moe.top_k)
     return Stream(
         x=block.embed(ids[None], table, spec)[0],
-        normed=jnp.zeros((len(ids), spec.hidden), dtype),
         ids=jnp.full(routes, -1, jnp.int32),
         weights=jnp.zeros(routes, jnp.float32),
     )
 
 
-def _cut(array: Array, at: Int[Array, ""], width: int, axis: int = 0) -> Array:
-    return lax.dynamic_slice_in_dim(array, at, width, axis)
+@partial(jax.jit, static_argnames=("length", "hidden", "active", "dtype"))
+def begin_pass(*, length: int, hidden: int, active: int, dtype: np.dtype) -> Routed:
+    """Room for the chunks of a pass; only padding so far."""
+    return Routed(
+        normed=jnp.zeros((length, hidden), dtype),
+        ids=jnp.full((length, active), -1, jnp.int32),
+        weights=jnp.zeros((length, active), jnp.float32),
+    )
 
 
-def _put(array: Array, part: Array, at: Int[Array, ""]) -> Array:
-    return lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), at, 0)
-
-
-@partial(jax.jit, static_argnames=("layer", "width", "implementation"), donate_argnums=(0, 1))
+@partial(jax.jit, static_argnames=("layer", "implementation"), donate_argnums=(0, 1))
 def route_chunk(
     stream: Stream,
     state: State,
     weights: LayerWeights,
-    tokens: PassTokens,
-    at: Int[Array, ""],
+    tokens: ChunkTokens,
     moe_index: Int[Array, ""],
     *,
     layer: LayerSpec,
-    width: int,
     implementation: Implementation,
-) -> tuple[Stream, State]:
-    """Runs a layer's mixer and router over the chunk at `at`; a layer that has no experts runs whole."""
-    chunk = jax.tree.map(lambda array: _cut(array, at, width), tokens)
-    entered, positions, valid = _cut(stream.x, at, width)[None], chunk.positions[None], chunk.valid[None]
+) -> tuple[Stream, State, Routed | None]:
+    """Runs a layer's mixer and router over a chunk; a layer that has no experts runs whole."""
+    entered, positions, valid = stream.x[None], tokens.positions[None], tokens.valid[None]
     x, state = block.mix(entered, state, positions, valid, weights, layer, implementation)
     if not isinstance(layer.mlp, MoESpec):
-        return stream._replace(x=_put(stream.x, block.dense(x, weights, layer)[0], at)), state
+        return stream._replace(x=block.dense(x, weights, layer)[0]), state, None
     assert isinstance(weights.mlp, MoEWeights)
     normed, _ = block.moe_input(x, weights, layer)
-    ids, shares = choice(*layer.mlp.router(normed, chunk.ids, weights.mlp.router), chunk.recorded, moe_index)
-    ids = mask_inactive(ids, chunk.valid)
-    return Stream(
-        x=_put(stream.x, x[0], at),
-        normed=_put(stream.normed, normed, at),
-        ids=lax.dynamic_update_slice(stream.ids, ids.astype(jnp.int32)[None], (moe_index, at, 0)),
-        weights=lax.dynamic_update_slice(stream.weights, shares[None], (moe_index, at, 0)),
-    ), state
+    ids, shares = choice(*layer.mlp.router(normed, tokens.ids, weights.mlp.router), tokens.recorded, moe_index)
+    ids = mask_inactive(ids, tokens.valid).astype(jnp.int32)
+    stream = Stream(
+        x=x[0],
+        ids=lax.dynamic_update_index_in_dim(stream.ids, ids, moe_index, 0),
+        weights=lax.dynamic_update_index_in_dim(stream.weights, shares, moe_index, 0),
+    )
+    return stream, state, Routed(normed, ids, shares)
+
+
+@partial(jax.jit, donate_argnums=0)
+def place_chunk(whole: Routed, chunk: Routed, at: Int[Array, ""]) -> Routed:
+    """The pass with a chunk in it, at token `at`."""
+    return jax.tree.map(lambda old, part: lax.dynamic_update_slice_in_dim(old, part, at, 0), whole, chunk)
 
 
 @partial(jax.jit, static_argnames=("config", "rule"), donate_argnums=(0, 1, 2))
@@ -166,8 +181,7 @@ def apply_experts(
     cache: SlotCache,
     forecast: Forecast,
     counts: ExpertCounts,
-    normed: Float[Array, "P H"],
-    ids: Int[Array, "L P K"],
+    routed: Routed,
     pool: Shaped[Array, "E n"],
     moe_index: Int[Array, ""],
     *,
@@ -175,69 +189,62 @@ def apply_experts(
     rule: PromptRule,
 ) -> tuple[SlotCache, Forecast, ExpertCounts, Float32[Array, "N M H"], Int32[Array, "P K"]]:
     """Runs a layer's experts over a pass, after the policy has seen their use. See `moe_prefill` for the results."""
-    of_layer = ids[moe_index]
-    tokens_per_expert = counts.tokens_per_expert[moe_index] + count_tokens(of_layer, config.experts)
-    tokens = tokens_per_expert.sum() // ids.shape[-1]  # each of them is routed to K experts
+    tokens_per_expert = counts.tokens_per_expert[moe_index] + count_tokens(routed.ids, config.experts)
+    tokens = tokens_per_expert.sum() // routed.ids.shape[-1]  # each of them is routed to K experts
     cache, forecast = observe_prompt(cache, forecast, tokens_per_expert, tokens, moe_index, config, rule)
-    out, place, cache, new = moe_prefill(normed, of_layer, cache, pool, moe_index, config)
+    out, place, cache, new = moe_prefill(routed.normed, routed.ids, cache, pool, moe_index, config)
     counts = ExpertCounts(counts.totals + new, counts.tokens_per_expert.at[moe_index].set(tokens_per_expert))
     return cache, forecast, counts, out, place
 
 
-@partial(jax.jit, static_argnames=("layer", "width"), donate_argnums=0)
-def finish_chunk(
-    stream: Stream,
-    out: Float32[Array, "N M H"],
-    place: Int[Array, "P K"],
-    weights: LayerWeights,
-    at: Int[Array, ""],
-    moe_index: Int[Array, ""],
-    *,
-    layer: LayerSpec,
-    width: int,
-) -> Stream:
+sum_experts = owned(jax.jit(combine))
+
+
+@partial(jax.jit, static_argnames="width")
+def take_chunk(summed: Float32[Array, "P H"], at: Int[Array, ""], *, width: int) -> Float32[Array, "T H"]:
+    """The sums of the chunk at token `at`."""
+    return lax.dynamic_slice_in_dim(summed, at, width, 0)
+
+
+@partial(jax.jit, static_argnames="layer", donate_argnums=0)
+def finish_chunk(stream: Stream, summed: Float32[Array, "T H"], weights: LayerWeights, *, layer: LayerSpec) -> Stream:
     """Adds the sums over the experts of a chunk's tokens, and the shared expert, to the stream."""
-    x = _cut(stream.x, at, width)[None]
+    x = stream.x[None]
     normed, mixing = block.moe_input(x, weights, layer)
-    routed = combine(out, _cut(place, at, width), _cut(stream.weights[moe_index], at, width))
-    return stream._replace(x=_put(stream.x, block.moe_output(x, normed, mixing, routed, weights, layer)[0], at))
+    return stream._replace(x=block.moe_output(x, normed, mixing, summed, weights, layer)[0])
 
 
-@partial(jax.jit, static_argnames=("spec", "width"))
-def score_chunk(
-    stream: Stream, weights: ModelWeights, at: Int[Array, ""], *, spec: ModelSpec, width: int
-) -> Float32[Array, "T V"]:
+@partial(jax.jit, static_argnames="spec")
+def score_chunk(stream: Stream, weights: ModelWeights, *, spec: ModelSpec) -> Float32[Array, "T V"]:
     """The logits after every token of a chunk."""
-    return block.logits_of(_cut(stream.x, at, width), weights, spec)
+    return block.logits_of(stream.x, weights, spec)
 
 
-@partial(jax.jit, static_argnames=("config", "width"), donate_argnums=0)
+@partial(jax.jit, static_argnames="config", donate_argnums=0)
 def end_chunk(
     reading: Reading,
     stream: Stream,
-    tokens: PassTokens,
+    tokens: ChunkTokens,
     length: Int[Array, " 1"],
-    at: Int[Array, ""],
     predictor: dict[str, Any] | None,
     *,
     config: PredictorConfig | None,
-    width: int,
 ) -> Reading:
     """Keeps the hidden state of the prompt's last token, if it is in this chunk; the predictor reads the chunk
     (paper 5.3), from the routing of the token before it on."""
-    index = length[0] - 1 - tokens.positions[at]
-    row = stream.x[at + jnp.clip(index, 0, width - 1)][None]
+    width = len(tokens.ids)
+    index = length[0] - 1 - tokens.positions[0]
+    row = stream.x[jnp.clip(index, 0, width - 1)][None]
     last = jnp.where((index >= 0) & (index < width), row, reading.last)
     if config is None or predictor is None:
         return reading._replace(last=last)
     assert reading.predictor is not None
     assert reading.routing is not None
-    ids, shares = (_cut(array, at, width, 1) for array in (stream.ids, stream.weights))
-    valid = _cut(tokens.valid, at, width)[None]
-    known = forecaster.features(ids, shares, layers=config.layers, experts=config.experts)
+    known = forecaster.features(stream.ids, stream.weights, layers=config.layers, experts=config.experts)
     routing = jnp.concatenate([reading.routing, known])
     features = routing[None, :-1].astype(predictor["in_proj"].dtype)
-    state = plain.prefill(config, predictor, reading.predictor, features, _cut(tokens.ids, at, width)[None], valid)
+    valid = tokens.valid[None]
+    state = plain.prefill(config, predictor, reading.predictor, features, tokens.ids[None], valid)
     return Reading(last, routing[valid.sum()][None], state)
 
 
@@ -247,7 +254,7 @@ def first_token(
     last: Float[Array, "1 *S H"],
     weights: ModelWeights,
     sampling: SamplingParams,
-    eos_token_ids: Int[Array, " N"],
+    eos_token_ids: Int[Array, "B N"],
     *,
     config: StepConfig,
 ) -> tuple[Sequences, Int32[Array, " 1"]]:
@@ -262,28 +269,24 @@ def first_token(
     return sequence, end
 
 
-@jax.jit
-def join_states(states: tuple[State, ...]) -> State:
-    """What a layer's mixer keeps of single sequences, as that of a batch."""
-    return jax.tree.map(lambda *each: jnp.concatenate(each), *states)
-
-
 @partial(jax.jit, static_argnames="config", donate_argnums=0)
 def begin_decoding(
     offload: Offload,
-    sequences: tuple[Sequences, ...],
-    predictor_states: tuple[Any, ...],
-    ends: tuple[Int[Array, " 1"], ...],
-    routing: tuple[Float32[Array, "1 keys"] | None, ...],
+    sequence: Sequences,
+    end: Int[Array, " 1"],
+    routing: Float32[Array, "1 keys"] | None,
     totals: Int[Array, " 3"],
+    done: Bool[Array, " B"] | None,
     predictor: dict[str, Any] | None,
     replay: Replay | None,
     *,
     config: StepConfig,
-) -> tuple[Sequences, Offload, StepOutput]:
-    """Makes a batch of sequences, which come without the states of their mixers, and forecasts its first step."""
-    batch = join_states(sequences)
-    offload = offload._replace(predictor=join_states(predictor_states))
-    coming = Coming(forced_tokens(replay, offload.steps, batch.token), ~batch.done)
-    offload = config.policy.after_prompt(offload, join_states(routing), coming, PolicyInputs(predictor))
-    return batch, offload, StepOutput.pack(batch.token, jnp.concatenate(ends), totals)
+) -> tuple[Offload, StepOutput]:
+    """Forecasts the first step of a sequence, which comes without the states of its mixers, beside others.
+
+    `offload.predictor` is its state of the predictor. `done`: which of the others have ended; None: there are none.
+    """
+    others = jnp.int32(0) if done is None else (~done).sum(dtype=jnp.int32)
+    coming = Coming(forced_tokens(replay, offload.steps, sequence.token), ~sequence.done)
+    offload = config.policy.after_prompt(offload, routing, coming, others, PolicyInputs(predictor))
+    return offload, StepOutput.pack(sequence.token, end, totals)

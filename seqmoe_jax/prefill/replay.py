@@ -1,6 +1,6 @@
 """Recorded routing forced upon a prompt, for benchmarks alone.
 
-A prompt replays the steps before those that decoding will replay. `replayed` replaces what a pass reads, once, before
+A prompt replays the steps before those that decoding will replay. `replayed` replaces what a chunk reads, once, before
 its first layer; after that only the choice of the router is replaced, by `choice`.
 """
 
@@ -16,26 +16,26 @@ from seqmoe_jax.decode.replay import Replay
 from seqmoe_jax.programs import owned
 
 
-class RecordedPass(NamedTuple):
-    """The routing that was recorded for every position of a pass, or of a chunk."""
+class RecordedPart(NamedTuple):
+    """The routing that was recorded for every position of a chunk."""
 
-    ids: Int32[Array, "P L K"]
-    weights: Float32[Array, "P L K"]
+    ids: Int32[Array, "T L K"]
+    weights: Float32[Array, "T L K"]
 
 
 @owned
 @jax.jit
 def replayed(
-    replay: Replay, steps: Int[Array, ""], before: Int[Array, " P"]
-) -> tuple[Int32[Array, " P"], RecordedPass]:
-    """The recorded tokens and their routing for a pass whose tokens stand so many positions `before` the end of their
-    prompts, so that these end before step `steps`."""
+    replay: Replay, steps: Int[Array, ""], before: Int[Array, " T"]
+) -> tuple[Int32[Array, " T"], RecordedPart]:
+    """The recorded tokens and their routing for a chunk whose tokens stand so many positions `before` the end of their
+    prompt, so that it ends before step `steps`."""
     rows = (steps - before) % replay.tokens.shape[0]
-    return replay.tokens[rows], RecordedPass(replay.ids[rows], replay.weights[rows])
+    return replay.tokens[rows], RecordedPart(replay.ids[rows], replay.weights[rows])
 
 
 def choice(
-    ids: Int[Array, "T K"], weights: Float[Array, "T K"], recorded: RecordedPass | None, moe_index: Int[Array, ""]
+    ids: Int[Array, "T K"], weights: Float[Array, "T K"], recorded: RecordedPart | None, moe_index: Int[Array, ""]
 ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
     """The router's choice, or what was recorded instead of it.
 

@@ -1,7 +1,6 @@
-"""One engine for many callers: a queue, and a thread that decodes what waits in it, a batch at a time.
+"""One engine for many callers: a queue, and a thread that generates what waits in it.
 
-First come, first served. A batch is the first job and those behind it that can be decoded with it, up to the engine's
-`max_batch`; nothing joins a batch that has begun.
+First come, first served: a job joins those that are decoded as soon as one of the engine's lanes is free.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 
 from seqmoe_jax.api import Engine
 from seqmoe_jax.errors import ServerError
-from seqmoe_jax.generation import Piece, Request
+from seqmoe_jax.generation import Piece, Request, Run
 
 log = logging.getLogger("seqmoe_jax")
 
@@ -35,7 +34,8 @@ class RequestScheduler:
     def __init__(self, engine: Engine, *, most_waiting: int = 64):
         self._engine, self._most = engine, most_waiting
         self._waiting: deque[Job] = deque()
-        self._running: list[Job] = []
+        self._running: dict[int, Job] = {}  # by their number in the run
+        self._run: Run | None = None
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="seqmoe-scheduler", daemon=True)
@@ -66,7 +66,7 @@ class RequestScheduler:
         minutes. The thread ends after the step it is in, see `join`."""
         with self._changed:
             self._closed = True
-            told = [job for job in (*self._running, *self._waiting) if not job.cancelled]
+            told = [job for job in (*self._running.values(), *self._waiting) if not job.cancelled]
             self._changed.notify()
         for job in told:
             job.cancelled = True
@@ -78,44 +78,60 @@ class RequestScheduler:
         return not self._thread.is_alive()
 
     def _work(self) -> None:
-        while batch := self._next():
-            self._serve(batch)
+        while self._wait():
+            try:
+                run = self._run = self._engine.run(poll=self._poll)
+                for piece in run:
+                    self._hand_on(piece)
+                continue
+            except Exception as error:
+                log.exception("a generation failed")
+                fault = error
+            with self._changed:
+                left = list(self._running.values())
+                if not left:  # nobody has joined: what failed would fail again
+                    left, self._waiting = list(self._waiting), deque()
+                self._running = {}
+            for job in left:
+                self._deliver(job, fault)
 
-    def _next(self) -> list[Job]:
-        """The next batch, taken off the queue; none when closed."""
+    def _wait(self) -> bool:
+        """Returns when a job waits; False when closed."""
         with self._changed:
-            self._running = []
-            while True:
-                self._waiting = deque(job for job in self._waiting if not job.cancelled)
-                if self._closed:
-                    return []
-                if self._waiting:
-                    break
-                self._changed.wait()
-            # Greedy and drawn tokens are chosen by different programs.
-            greedy = self._waiting[0].request.sampling.greedy
-            alike = [job for job in self._waiting if job.request.sampling.greedy == greedy]
-            self._running = alike[: self._engine.token_engine.max_batch]
-            self._waiting = deque(job for job in self._waiting if job not in self._running)
-            return self._running
+            self._changed.wait_for(lambda: self._closed or any(not job.cancelled for job in self._waiting))
+            return not self._closed
 
-    def _serve(self, batch: list[Job]) -> None:
-        unfinished = set(range(len(batch)))
-        fault: Exception = ServerError("the server is shutting down")
-        try:
-            run = self._engine.run([job.request for job in batch])
-            for piece in run:
-                self._deliver(batch[piece.sequence], piece)
-                if piece.finish_reason is not None:
-                    unfinished.discard(piece.sequence)
-                for index, job in enumerate(batch):
-                    if job.cancelled:
-                        run.drop(index)
-        except Exception as error:
-            log.exception("a generation failed")
-            fault = error
-        for index in unfinished:
-            self._deliver(batch[index], fault)
+    def _poll(self) -> None:
+        """Jobs that wait join the run, as many as there is room for; those that nobody waits for leave it."""
+        run = self._run
+        assert run is not None
+        with self._changed:
+            for number in [number for number, job in self._running.items() if job.cancelled]:
+                run.drop(number)
+                self._forget(number)
+            self._waiting = deque(job for job in self._waiting if not job.cancelled)
+            joining = [self._waiting.popleft() for _ in range(min(run.free, len(self._waiting)))]
+        for job in joining:
+            try:
+                number = run.add(job.request)
+            except Exception as error:
+                self._deliver(job, error)
+                continue
+            with self._changed:
+                self._running[number] = job
+
+    def _hand_on(self, piece: Piece) -> None:
+        with self._changed:
+            job = self._running.get(piece.sequence)
+            if piece.finish_reason is not None:
+                self._forget(piece.sequence)
+        if job is not None:
+            self._deliver(job, piece)
+
+    def _forget(self, number: int) -> None:
+        self._running.pop(number, None)
+        if self._run is not None:
+            self._run.answers.pop(number, None)
 
     @staticmethod
     def _deliver(job: Job, item: Piece | Exception) -> None:

@@ -38,7 +38,7 @@ def test_forecast_rows_of_hashed_layers_are_what_the_next_step_routes(model, pre
     tokens, forecasts = [], []
     for event in engine.run([PROMPT], max_new_tokens=NEW):
         tokens.append(event.token)
-        forecasts.append(np.array(engine._offload.forecast.probability).reshape(2, 8))
+        forecasts.append(np.array(engine.offloading.state.forecast.probability).reshape(2, 8))
     assert len(set(tokens)) > 3
     [(ids, _)] = engine.routing([PROMPT + tokens])
     engine.close()

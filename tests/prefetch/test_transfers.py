@@ -86,7 +86,7 @@ def test_tasks_have_deadlines_in_the_step_that_is_planned_for(engine, monkeypatc
 def test_nothing_is_left_under_way_after_a_request(engine):
     generate(engine, PROMPTS[:1])
     engine._begin()
-    tables = engine._offload.cache.tables
+    tables = engine.offloading.state.cache.tables
     check_invariants(tables)
     assert not np.isin(np.asarray(tables.state), [SlotState.FETCH, SlotState.COMPUTE]).any()
 
@@ -96,7 +96,7 @@ def test_routing_may_be_read_after_a_request(engine, model):
     full = TokenEngine(model, EngineOptions(policy="full"))
     for ours, expected in zip(engine.routing(PROMPTS[1:]), full.routing(PROMPTS[1:]), strict=True):
         np.testing.assert_array_equal(ours[0], expected[0])
-    states = np.asarray(engine._offload.cache.tables.state)
+    states = np.asarray(engine.offloading.state.cache.tables.state)
     assert not np.isin(states, [SlotState.FETCH, SlotState.COMPUTE]).any()
 
 

@@ -22,7 +22,7 @@ from seqmoe_jax.experts.cache import CacheConfig, empty_cache
 from seqmoe_jax.forecast.forecaster import from_history
 from seqmoe_jax.models.families import spec_from_config
 from seqmoe_jax.prefill.experts import ROWS_PER_BLOCK, ExpertCounts
-from seqmoe_jax.prefill.programs import apply_experts
+from seqmoe_jax.prefill.programs import Routed, apply_experts
 from seqmoe_jax.testing import tiny_config
 
 slots, rule, length = int(sys.argv[1]), sys.argv[2], 1024
@@ -46,13 +46,13 @@ cache = there(jax.eval_shape(lambda: empty_cache(config)))
 forecast = there(jax.eval_shape(lambda: from_history(jnp.zeros(24))))
 donated = cache, forecast, ExpertCounts(array((3,)), array((3, 8)))
 storage, elements = spec.expert_layout.storage, spec.expert_layout.block_elems
-normed, ids = array((length, 256), jnp.bfloat16), array((3, length, 2))
+routed = Routed(array((length, 256), jnp.bfloat16), array((length, 2)), array((length, 2), jnp.float32))
 _, block_rows, _ = jax.eval_shape(
     lambda: assign_blocks(jnp.zeros((length, 2), jnp.int32), num_experts=8, rows=ROWS_PER_BLOCK))
 abstract = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"))
 with use_abstract_mesh(abstract):
     text = apply_experts.lower(
-        *donated, normed, ids, array((8, elements), storage, pinned), array(()),
+        *donated, routed, array((8, elements), storage, pinned), array(()),
         config=config, rule="share" if rule == "scored" else "none").compile().as_text()
 print(elements, ",".join(map(str, (*block_rows.shape, 256))), len(jax.tree.leaves(donated)))
 print(text)

@@ -79,14 +79,14 @@ def test_prompts_have_the_tokens_of_full_load(model, expected, policy):
         assert generate(engine) == expected
         stats = engine.last_stats
         assert stats.bytes_moved == stats.experts_loaded * engine.config.layout.block_bytes > 0
-        check_invariants(engine._offload.cache.tables)
+        check_invariants(engine.offloading.state.cache.tables)
 
 
 def test_what_a_prompt_uses_little_does_not_displace_what_it_uses_more(model):
     """A layer that misses evicts what the prompt used least: of the layers before it, what is hot stays."""
     engine = TokenEngine(model, EngineOptions(residency=0.75))
     list(engine.run([PROMPT[:60]], max_new_tokens=1))
-    tables, retention = engine._offload.cache.tables, np.asarray(engine._offload.forecast.retention)
+    tables, retention = engine.offloading.state.cache.tables, np.asarray(engine.offloading.state.forecast.retention)
     resident = np.asarray(tables.slot_of_key) >= 0
     assert resident.sum() == engine.plan.slots == 12
     first, stays = retention[:8], resident[:8]
@@ -103,9 +103,9 @@ def predicting(model, predictor):
 def test_the_predictor_has_read_the_prompt_as_decoding_would_have(predicting):
     """Reading n + 1 tokens leaves the state that reading n and decoding one leaves."""
     ((first, _),) = generate(predicting, [PROMPT[:40]], 2)
-    decoded = jax.device_get((predicting._offload.predictor, predicting._offload.forecast))
+    decoded = jax.device_get((predicting.offloading.state.predictor, predicting.offloading.state.forecast))
     generate(predicting, [[*PROMPT[:40], first]], 1)
-    read = jax.device_get((predicting._offload.predictor, predicting._offload.forecast))
+    read = jax.device_get((predicting.offloading.state.predictor, predicting.offloading.state.forecast))
     assert read[0]["step"] == 42
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), read, decoded)
 
@@ -124,9 +124,9 @@ def test_what_is_read_does_not_depend_on_who_is_read_along(model, residency):
 
 def test_the_padding_of_a_shorter_prompt_does_not_reach_the_predictor(predicting):
     generate(predicting, [PROMPT[:40], PROMPT[:7]], 1)
-    together = jax.device_get(predicting._offload.predictor)
+    together = jax.device_get(predicting.offloading.state.predictor)
     generate(predicting, [PROMPT[:7]], 1)
-    alone = jax.device_get(predicting._offload.predictor)
+    alone = jax.device_get(predicting.offloading.state.predictor)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a[1], b[0], atol=2e-3), together, alone)
 
 
@@ -134,7 +134,7 @@ def test_an_interrupted_reading_leaves_a_state_that_is_valid(model, expected, mo
     """An interrupt after any program finds what that program made, and the next prompt goes on from it."""
     engine = TokenEngine(model, EngineOptions(residency=0.4))
     generate(engine)
-    hold, held = engine._hold, []
+    hold, held = engine.offloading.hold, []
 
     def interrupted(offload):
         hold(offload)
@@ -142,11 +142,11 @@ def test_an_interrupted_reading_leaves_a_state_that_is_valid(model, expected, mo
         if len(held) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine, "_hold", interrupted)
+    monkeypatch.setattr(engine.offloading, "hold", interrupted)
     with pytest.raises(KeyboardInterrupt):
         generate(engine)
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(engine._offload))
-    check_invariants(engine._offload.cache.tables)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(engine.offloading.state))
+    check_invariants(engine.offloading.state.cache.tables)
     monkeypatch.undo()
     assert generate(engine) == expected
 
@@ -157,13 +157,14 @@ def test_a_prompt_of_equal_layers_compiles_each_program_once(model):
     generate(engine, [PROMPT[:16]], 1)
     names = [
         "begin_prompt",
-        "begin_pass",
+        "begin_chunk",
         "route_chunk",
         "apply_experts",
+        "combine",
         "finish_chunk",
         "end_chunk",
-        "first",
-        "begin",
+        "first_token",
+        "begin_decoding",
     ]
     assert {name: len(engine.programs.named(name)) for name in names} == dict.fromkeys(names, 1)
 

@@ -10,6 +10,7 @@ from http.client import HTTPConnection
 
 import pytest
 from client import COMPLETIONS, HELLO, JSON, call, events, post, raw
+from scripted import scripted
 
 from seqmoe_jax.errors import PromptError
 from seqmoe_jax.generation import Piece
@@ -61,14 +62,13 @@ def test_one_that_leaves_is_forgotten_in_silence(port, faults, sent, reset):
 
 def test_one_that_leaves_the_queue_is_never_run(serve, engine, monkeypatch):
     release, prompts = threading.Event(), []
-    run = type(engine).run
 
-    def held(requests):
-        prompts.extend(request.tokens for request in requests)
+    def held(number, request):
+        prompts.append(request.tokens)
         release.wait(30)
-        return run(engine, requests)
+        yield Piece(sequence=number, text="", reasoning="", finish_reason="stop")
 
-    monkeypatch.setattr(engine, "run", held)
+    monkeypatch.setattr(engine, "run", scripted(held))
     with serve() as port:
         first = threading.Thread(target=post, args=(port, COMPLETIONS), kwargs=dict(prompt="a", max_tokens=1))
         first.start()
@@ -101,10 +101,10 @@ def test_a_server_that_ends_tells_whoever_waits_at_once(serve, engine, monkeypat
     compiled, began = threading.Event(), threading.Event()
     run = type(engine).run
 
-    def compiling(requests):
+    def compiling(poll):
         began.set()
         compiled.wait(60)
-        return run(engine, requests)
+        return run(engine, poll=poll)
 
     monkeypatch.setattr(engine, "run", compiling)
     answers = []
@@ -136,11 +136,12 @@ def test_a_stream_is_told_that_the_server_ends(serve, engine, monkeypatch):
     steps = threading.Semaphore(3)
     run = type(engine).run
 
-    def slowly(requests):
-        pieces = run(engine, requests)
+    def slowly(poll):
+        pieces = run(engine, poll=poll)
 
         class Held:
-            drop = pieces.drop
+            def __getattr__(self, name):
+                return getattr(pieces, name)
 
             def __iter__(self):
                 for piece in pieces:
@@ -210,17 +211,10 @@ def test_sigterm_lets_streams_end_within_its_limit(engine, monkeypatch, drain):
 def test_streams_survive_clients_that_split_lines_anywhere(port, engine, monkeypatch):
     text = "a\u2028b\u2029c\u0085d\x0be\x1cf\r\ng\U0001f642"
 
-    class Run:
-        def __init__(self, requests):
-            pass
+    def said(number, request):
+        yield Piece(sequence=number, text=text, reasoning=text, finish_reason="stop")
 
-        def __iter__(self):
-            yield Piece(sequence=0, text=text, reasoning=text, finish_reason="stop")
-
-        def drop(self, index):
-            pass
-
-    monkeypatch.setattr(engine, "run", Run)
+    monkeypatch.setattr(engine, "run", scripted(said))
     _, data = call(port, "POST", "/v1/chat/completions", {"messages": HELLO, "stream": True})
     lines = [line for line in data.decode().splitlines() if line]
     assert all(line.startswith("data: ") for line in lines)
@@ -236,16 +230,12 @@ def test_streams_survive_clients_that_split_lines_anywhere(port, engine, monkeyp
     [(RuntimeError("secret\nlines"), "the server failed; its log says how"), (PromptError("it ended"), "it ended")],
 )
 def test_a_generation_that_fails_is_the_servers_fault(port, engine, monkeypatch, fault, message):
-    class Run:
-        def __init__(self, requests):
-            self._pieces = len(requests[0].tokens) - 1
+    def failing(number, request):
+        for _ in request.tokens[1:]:
+            yield Piece(sequence=number, text="a", reasoning="", finish_reason=None)
+        raise fault
 
-        def __iter__(self):
-            for _ in range(self._pieces):
-                yield Piece(sequence=0, text="a", reasoning="", finish_reason=None)
-            raise fault
-
-    monkeypatch.setattr(engine, "run", Run)
+    monkeypatch.setattr(engine, "run", scripted(failing))
     for prompt in ("a", "ab"):
         status, answer = post(port, COMPLETIONS, prompt=prompt)
         assert (status, answer["error"]["message"], answer["error"]["type"]) == (500, message, "server_error")

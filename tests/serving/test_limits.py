@@ -8,6 +8,7 @@ from http.client import HTTPConnection
 
 import pytest
 from client import COMPLETIONS, HELLO, JSON, call, post, raw
+from scripted import scripted
 
 from seqmoe_jax.generation import Piece
 from seqmoe_jax.options import SamplingConfig
@@ -134,19 +135,6 @@ def test_bytes_that_are_no_http_get_an_error_in_the_same_form(port):
         assert "HTTP" in message
 
 
-class Pieces:
-    """A run of an engine, as a scheduler sees it."""
-
-    def __init__(self, pieces):
-        self._pieces = pieces
-
-    def __iter__(self):
-        return iter(self._pieces)
-
-    def drop(self, index):
-        pass
-
-
 class Counting:
     """A tokenizer that counts what it is given."""
 
@@ -202,13 +190,11 @@ def test_a_body_of_very_many_values_is_not_parsed():
 
 @pytest.mark.parametrize("count", [65, 200])
 def test_more_prompts_than_requests_may_wait_are_one_request(port, engine, monkeypatch, count):
-    def echo(requests):
-        return Pieces(
-            Piece(sequence=at, text=engine.tokenizer.decode(request.tokens), reasoning="", finish_reason="stop")
-            for at, request in enumerate(requests)
-        )
+    def echo(number, request):
+        text = engine.tokenizer.decode(request.tokens)
+        yield Piece(sequence=number, text=text, reasoning="", finish_reason="stop")
 
-    monkeypatch.setattr(engine, "run", echo)
+    monkeypatch.setattr(engine, "run", scripted(echo))
     prompts = [f"prompt {index}" for index in range(count)]
     status, answer = post(port, COMPLETIONS, prompt=prompts)
     assert status == 200
@@ -218,7 +204,7 @@ def test_more_prompts_than_requests_may_wait_are_one_request(port, engine, monke
 def test_requests_that_do_not_fit_into_the_queue_may_come_again(serve, engine, monkeypatch):
     release = threading.Event()
     run = type(engine).run
-    monkeypatch.setattr(engine, "run", lambda requests: (release.wait(30), run(engine, requests))[1])
+    monkeypatch.setattr(engine, "run", lambda poll: (release.wait(30), run(engine, poll=poll))[1])
     statuses = []
     with serve(limits=Limits(waiting=2)) as port:
         senders = [

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.arithmetic import linear
-from pallas_kernels.backend import Implementation
+from pallas_kernels.backend import Implementation, loops_are_cheap
 from pallas_kernels.decode_attention.reference import attend
 from pallas_kernels.prompt_attention import attention_bytes, prompt_attention, unfit_sizes
 from seqmoe_jax.models import ring
@@ -131,7 +131,8 @@ class GQA:
     ) -> tuple[Float[Array, "B T H"], KV]:
         q, k, v, gate = self._project(x, positions, weights)
         start, held = positions[:, 0], state.k.shape[2]
-        if x.shape[1] == 1:
+        whole = self.sliding_window is not None or not loops_are_cheap()
+        if x.shape[1] == 1 and whole:
             state = write_barrier(_write(state, k, v, positions % held))
             out = self._attend(q, state, positions, ring.positions(held, start), weights.sinks)
         elif self.sliding_window is None:
