@@ -84,6 +84,7 @@ class LoadKeywords(EngineKeywords, total=False):
     """Keyword arguments of `load`."""
 
     random_weights: bool
+    warm_up: bool
     progress: bool | None
 
 
@@ -312,6 +313,7 @@ def load(
     model: str | Path = "demo",
     *,
     random_weights: bool = False,
+    warm_up: bool = False,
     progress: bool | None = None,
     **options: Unpack[EngineKeywords],
 ) -> Engine:
@@ -320,6 +322,7 @@ def load(
     Args:
       model: a directory, a Hugging Face id, `"demo"`, or (with `random_weights`) the name of a preset in `configs/`.
       random_weights: real shapes, meaningless text.
+      warm_up: compile now whatever requests can need, so that none of them waits for the compiler.
       progress: bars and messages on standard error. Default: if that is a terminal, or in a notebook.
       options: the fields of `EngineOptions`, which says what they are.
 
@@ -337,7 +340,7 @@ def load(
     eos_ids: tuple[int, ...] = ()
     chat = defaults = None
     fits = partial(check_fits, options=chosen)
-    with LoadBar(visible, str(model)) as bar:
+    with ProgressBar(visible, f"loading {model}") as bar:
         if random_weights:
             loaded = random_model(
                 preset_path(str(model)), dtype=chosen.dtype, name=str(model), progress=bar, check=fits
@@ -354,8 +357,11 @@ def load(
         chosen,
         predictor=find_and_load_predictor(chosen.predictor, loaded) if chosen.policy == "seqmoe" else None,
         vocab=tokenizer.vocab,
-        announce=say if visible else None,
+        announce=say if visible and not warm_up else None,
     )
+    if warm_up:
+        with ProgressBar(visible, "compiling", unit="programs") as bar:
+            engine.warm_up(bar)
     return Engine(engine, tokenizer, eos_ids, chat=chat, defaults=defaults)
 
 
@@ -429,11 +435,11 @@ def _listed(given: Any) -> Any:
     return given.tolist() if hasattr(given, "tolist") else given
 
 
-class LoadBar:
-    """A progress bar over bytes read, shown for what takes longer than a second."""
+class ProgressBar:
+    """A progress bar, over bytes unless said otherwise, shown for what takes longer than a second."""
 
-    def __init__(self, shown: bool, name: str):
-        self._shown, self._name = shown, name
+    def __init__(self, shown: bool, label: str, *, unit: str = "B"):
+        self._shown, self._label, self._unit = shown, label, unit
         self._bar: Any = None
 
     def __enter__(self) -> Callable[[int, int], None] | None:
@@ -447,10 +453,10 @@ class LoadBar:
         from tqdm.auto import tqdm
 
         if self._bar is None:
-            label = f"loading {self._name}"
             self._bar = tqdm(
-                total=total, desc=label, unit="B", unit_scale=True, delay=1.0, leave=False, file=sys.stderr
-            )
+                total=total, desc=self._label, unit=self._unit, unit_scale=self._unit == "B", delay=1.0, leave=False,
+                file=sys.stderr,
+            )  # fmt: skip
         self._bar.update(done - self._bar.n)
 
 

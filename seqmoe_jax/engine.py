@@ -41,6 +41,7 @@ from seqmoe_jax.programs import Programs
 from seqmoe_jax.prompts import check_prompts
 from seqmoe_jax.stats import Stats
 from seqmoe_jax.turns import Turns
+from seqmoe_jax.warm_up import warm_up
 
 log = logging.getLogger("seqmoe_jax")
 
@@ -253,12 +254,19 @@ class TokenEngine:
         `poll` is called often while its events are asked for, by whoever asks: there it may add and drop sequences.
         """
         self.check_open()
-        lanes = Lanes(
-            offloading=self.offloading, reader=self._reader, programs=self.programs,
-            step_configs={greedy: self._step_config(greedy) for greedy in (True, False)}, most=self.max_batch,
-            poll=poll,
-        )  # fmt: skip
+        lanes = self._lanes(poll)
         return Session(self, lanes, self._turns.run(partial(self._events, lanes)))
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compiles whatever requests can need, so that none of them waits for it. `progress` is told how many of how
+        many programs there are."""
+        self.check_open()
+
+        def prepare() -> Generator[None, None, None]:
+            warm_up(self._lanes(None), progress)
+            yield
+
+        next(self._turns.run(prepare))
 
     def routing(self, sequences: Sequence[Sequence[int]]) -> list[SequenceRouting]:
         """Experts and their weights that every token of each sequence is routed to, as decoding them would route.
@@ -304,6 +312,13 @@ class TokenEngine:
         check_prompts(
             prompts, max_new_tokens, self.model.spec, slots=self.plan.slots, context=self.context,
             max_batch=self.max_batch,
+        )  # fmt: skip
+
+    def _lanes(self, poll: Callable[[], None] | None) -> Lanes:
+        return Lanes(
+            offloading=self.offloading, reader=self._reader, programs=self.programs,
+            step_configs={greedy: self._step_config(greedy) for greedy in (True, False)}, most=self.max_batch,
+            poll=poll,
         )  # fmt: skip
 
     def _step_config(self, greedy: bool) -> StepConfig:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 from seqmoe_jax.decode.lanes import end_lanes, pick_lanes, pick_sequences, put_lane
 from seqmoe_jax.decode.state import NON_FINITE, RUNNING, Sequences, StepOutput
@@ -164,6 +164,31 @@ class Lanes:
             self._pending.clear()
             self.offloading.pause()
 
+    def rehearse(self, read: Lane) -> None:
+        """Goes through all that sequences may take when they join, decode and leave, where shapes stand for arrays (see
+        `warm_up`). `read`: what reading leaves of a prompt."""
+        greedy, drawn = (
+            _Sequence(number=0, request=TokenRequest(prompt=[0], max_new_tokens=2, sampling=how), left=1)
+            for how in (SamplingConfig(), SamplingConfig(temperature=1.0))
+        )
+        totals = self._put(np.zeros(3, np.int32))
+        sizes = sorted({lanes_for(count) for count in range(1, self.most + 1)})
+        for size in sizes:
+            self._batch = None
+            for each in [drawn] * min(2, size):  # the first begins a batch, the others join it
+                self._begin(each, replace(read, layers=list(read.layers)), totals, size)
+            batch = self._batch
+            assert batch is not None
+            self._end(batch, np.ones(size, bool))
+            state, lanes = self.offloading.state, [drawn, *[None] * (size - 1)]
+            for other in sizes:
+                self._resize(replace(batch, layers=list(batch.layers), lanes=lanes), other)
+                self.offloading.hold(state)
+            for each in (greedy, drawn):
+                self._step_program([each] * size)
+        self._batch = None
+        self._begin(greedy, replace(read, layers=list(read.layers)), totals, 1)
+
     def _leave(self) -> bool:
         """Lets go of sequences that have ended or that nobody wants. Returns whether any is left."""
         self._forget()
@@ -189,6 +214,12 @@ class Lanes:
                 )
                 batch.sequences = batch.sequences._replace(done=done)
         return True
+
+    def _end(self, batch: _Batch, dropped: Bool[np.ndarray, " B"]) -> None:
+        """Sequences that nobody wants do not go on."""
+        key, what = (len(dropped),), "the end of sequences"
+        done = self._run(key, what, end_lanes, batch.sequences.done, self._put(dropped))
+        batch.sequences = batch.sequences._replace(done=done)
 
     def _forget(self) -> None:
         for sequence in [each for each in self._known.values() if each.dropped or not each.open]:

@@ -62,6 +62,12 @@ class Offloading:
         if self.transfers is not None:
             self.update(cache=_settled(self.state.cache))
 
+    def warm_up(self) -> None:
+        """Runs what is compiled when it is first needed, to no effect."""
+        self.close_tasks()
+        if self._policy == "prefill-hot":
+            self._keep(np.zeros(self._model.spec.num_keys, bool))
+
     def resume(self) -> None:
         """What the steps plan from here on is moved."""
         if self.transfers is not None:

@@ -42,6 +42,7 @@ class _Program:
 _lock = threading.RLock()  # finalizers may come while it is held
 _live: OrderedDict[_Program, None] = OrderedDict()  # of all engines, used last at the end
 _functions: weakref.WeakSet[Any] = weakref.WeakSet()  # jitted ones of ours
+_cores = threading.BoundedSemaphore(max(2, os.cpu_count() or 2))  # programs that are compiled at once
 _compiling: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
@@ -114,6 +115,17 @@ class Programs:
         finally:
             self.compile_s += time.perf_counter() - started
 
+    def wait(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Until all that were prepared are made. `progress` is told how many of how many are."""
+        with _lock:
+            made = [program.made for program in self._made.values()]
+        for number, future in enumerate(made):
+            if progress is not None:
+                progress(number, len(made))
+            future.result()
+        if progress is not None:
+            progress(len(made), len(made))
+
     def named(self, name: str) -> list[jax.stages.Compiled]:
         """The programs whose key begins with `name`, oldest first."""
         keys = [key for key in self._made if isinstance(key, tuple) and key[0] == name]
@@ -145,7 +157,9 @@ def shapes_of(tree: Any) -> Any:
 
 def _compile(lowered: jax.stages.Lowered, made: Future[jax.stages.Compiled]) -> None:
     try:
-        made.set_result(lowered.compile())
+        with _cores:
+            compiled = lowered.compile()
+        made.set_result(compiled)
     except BaseException as error:
         made.set_exception(error)
 

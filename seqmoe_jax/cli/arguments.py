@@ -134,10 +134,13 @@ def engine_options(args: argparse.Namespace, **given: Unpack[EngineKeywords]) ->
     return EngineKeywords(**{**chosen, **given})  # type: ignore[typeddict-item]
 
 
-def load_engine(args: argparse.Namespace, *, progress: bool | None, **given: Unpack[EngineKeywords]) -> Engine:
+def load_engine(
+    args: argparse.Namespace, *, progress: bool | None, warm_up: bool = False, **given: Unpack[EngineKeywords]
+) -> Engine:
     from seqmoe_jax.api import load
 
-    return load(args.model, random_weights=args.random_weights, progress=progress, **engine_options(args, **given))
+    options = engine_options(args, **given)
+    return load(args.model, random_weights=args.random_weights, warm_up=warm_up, progress=progress, **options)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:

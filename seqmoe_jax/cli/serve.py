@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cors", action="append", default=[], metavar="ORIGIN", help=origin)
     drain = "for how many seconds SIGTERM lets answers end that have begun, while new requests get a 503 (default: 30)"
     add("--drain-seconds", type=float, default=30.0, metavar="SECONDS", help=drain)
+    at_once = "answer at once, and let requests wait for the compiler (default: all is compiled at the start)"
+    add("--no-warm-up", dest="warm_up", action="store_false", help=at_once)
     unsaid = "where a request says nothing: the model's generation_config.json (default), or greedy"
     add_options(parser, GenerateOptions, ["sampling"], default="model", help=unsaid)
 
@@ -59,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
     Access(key=key, origins=args.cors)  # a fault shows before a model is loaded
     with bind(args.host, args.port) as listening:  # a port that is taken shows before a model is loaded
-        engine = load_engine(args, progress=True)
+        engine = load_engine(args, progress=True, warm_up=args.warm_up)
         name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
         host, port = listening.getsockname()[:2]
         sampling = generate_options(args).sampling_over(engine.defaults)

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
-from seqmoe_jax.api import LoadBar
+from seqmoe_jax.api import ProgressBar
 from seqmoe_jax.compilation import enable_compilation_cache
 from seqmoe_jax.decode.state import empty_sequences
 from seqmoe_jax.display import shows_progress
@@ -67,7 +67,7 @@ class OffloadedLM(nnx.Module):
         Raises `CheckpointError`, `ConfigError` or `ResidencyError`.
         """
         enable_compilation_cache()
-        with LoadBar(shows_progress(progress), str(model)) as bar:
+        with ProgressBar(shows_progress(progress), f"loading {model}") as bar:
             loaded, _ = load_model(model, dtype=dtype, progress=bar)
         return cls(loaded, **options)
 

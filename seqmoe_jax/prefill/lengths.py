@@ -55,6 +55,13 @@ def passes_of(lengths: Sequence[int], pass_chunks: int = PASS_CHUNKS[-1]) -> Ite
     yield Pass(bucket(end), chunks)
 
 
+def sizes_of(capacity: int, prompts: int, pass_chunks: int) -> tuple[list[int], list[int]]:
+    """All widths of chunks and all lengths of passes that can come of so many prompts within a capacity each."""
+    widths = sorted({bucket(length) for length in range(1, min(CHUNK, capacity) + 1)})
+    longest = bucket(min(CHUNK * pass_chunks, prompts * capacity))
+    return widths, sorted({bucket(length) for length in range(1, longest + 1)})
+
+
 def lanes_for(sequences: int) -> int:
     """Sequences that a batch has room for: a power of two, so that few sizes are compiled."""
     return 1 << (sequences - 1).bit_length()

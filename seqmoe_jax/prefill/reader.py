@@ -21,7 +21,7 @@ from seqmoe_jax.models.model import Model
 from seqmoe_jax.offloading import Offloading
 from seqmoe_jax.options import Policy
 from seqmoe_jax.prefill.experts import ExpertCounts
-from seqmoe_jax.prefill.lengths import Chunk, passes_of
+from seqmoe_jax.prefill.lengths import Chunk, passes_of, sizes_of
 from seqmoe_jax.prefill.programs import (
     Beginning,
     ChunkTokens,
@@ -109,15 +109,9 @@ class PromptReader:
         Yields after each layer of a pass: others may use the cache then.
         """
         state = self._begin(prompts, max_new_tokens, offloading, self.predictor)
-        config = None if self.predictor is None else self.predictor.config
         for chunks in self._passes(prompts, state):
             for chunk in chunks:
-                lane = state.lanes[chunk.of.sequence]
-                lane.reading = self._run(
-                    (chunk.of.width,), f"the end of prompts of {chunk.of.width} tokens", end_chunk,
-                    lane.reading, chunk.stream, chunk.tokens, lane.length, self.predictor_weights,
-                    config=config,
-                )  # fmt: skip
+                self._end_chunk(chunk, state)
             yield
         return state.lanes, state.counts
 
@@ -145,6 +139,21 @@ class PromptReader:
             part = kept[chunk.of.sequence][chunk.of.start : chunk.of.start + chunk.of.width]
             part[:] = np.asarray(logits)[: len(part)]
         return kept
+
+    def rehearse(self, offloading: Offloading, most: int) -> Lane:
+        """Goes through all that reading up to `most` prompts at once can take, where shapes stand for arrays (see
+        `warm_up`). Returns what reading leaves of a prompt."""
+        state = self._begin([[0]], [1], offloading, self.predictor)
+        widths, lengths = sizes_of(self._capacity, most, self._pass_chunks)
+        for length in lengths:
+            alone = [width for width in widths if width == length]
+            for pass_of in filter(None, (alone, [width for width in widths if width < length])):
+                chunks = [self._begin_chunk([0], Chunk(0, 0, width, 0), state) for width in pass_of]
+                for layer in range(len(self.model.spec.layers)):
+                    self._layer(layer, chunks, length, state)
+                for chunk in chunks:
+                    self._end_chunk(chunk, state)
+        return state.lanes[0]
 
     @property
     def predictor_weights(self) -> dict[str, Any] | None:
@@ -206,6 +215,13 @@ class PromptReader:
             spec=self.model.spec,
         )  # fmt: skip
         return _Chunk(of=chunk, tokens=tokens, stream=stream)
+
+    def _end_chunk(self, chunk: _Chunk, state: _State) -> None:
+        lane, width = state.lanes[chunk.of.sequence], chunk.of.width
+        lane.reading = self._run(
+            (width,), f"the end of prompts of {width} tokens", end_chunk, lane.reading, chunk.stream, chunk.tokens,
+            lane.length, self.predictor_weights, config=None if self.predictor is None else self.predictor.config,
+        )  # fmt: skip
 
     def _layer(self, index: int, chunks: Sequence[_Chunk], length: int, state: _State) -> None:
         """A layer over a pass of `length` tokens."""

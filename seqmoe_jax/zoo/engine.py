@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import jax
 from flax import nnx
 
-from seqmoe_jax.api import Engine, LoadBar, say
+from seqmoe_jax.api import Engine, ProgressBar, say
 from seqmoe_jax.compilation import enable_compilation_cache
 from seqmoe_jax.display import shows_progress
 from seqmoe_jax.engine import TokenEngine
@@ -77,7 +77,7 @@ def from_nnx(
         )  # fmt: skip
     _check_fits(found, chosen, dtype, device)
     shown = shows_progress(progress)
-    with LoadBar(shown, found.name) as bar:
+    with ProgressBar(shown, f"loading {found.name}") as bar:
         loaded = found.load(dtype, device, bar)
     engine = TokenEngine(
         loaded,
