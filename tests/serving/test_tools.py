@@ -4,6 +4,7 @@ import json
 
 import pytest
 from client import events, post
+from scripted import scripted
 
 from seqmoe_jax.generation import Piece
 from seqmoe_jax.text.chat import Chat
@@ -26,20 +27,14 @@ def chat(engine, monkeypatch):
     prompts = []
 
     def start(source=TEMPLATE, says="", size=5, reason="stop"):
-        class Run:
-            def __init__(self, requests):
-                prompts.append(engine.tokenizer.decode(requests[0].tokens))
-
-            def __iter__(self):
-                for at in range(0, len(says), size):
-                    yield Piece(sequence=0, text=says[at : at + size], reasoning="", finish_reason=None)
-                yield Piece(sequence=0, text="", reasoning="", finish_reason=reason)
-
-            def drop(self, index):
-                pass
+        def answered(number, request):
+            prompts.append(engine.tokenizer.decode(request.tokens))
+            for at in range(0, len(says), size):
+                yield Piece(sequence=number, text=says[at : at + size], reasoning="", finish_reason=None)
+            yield Piece(sequence=number, text="", reasoning="", finish_reason=reason)
 
         monkeypatch.setattr(engine, "chat", Chat(render=Template({"default": source}, special={}, where="template")))
-        monkeypatch.setattr(engine, "run", Run)
+        monkeypatch.setattr(engine, "run", scripted(answered))
         return prompts
 
     return start
