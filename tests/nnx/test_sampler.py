@@ -45,7 +45,7 @@ def test_new_weights_need_no_new_program(sampler):
     trained = tunix(2)
     sampler.update_params(nnx.state(trained))
     np.testing.assert_array_equal(sampler.transformer.lm_head.w[...], trained.lm_head.w[...])
-    assert not (np.asarray(engine._offload.cache.tables.key_of_slot) >= 0).any()
+    assert not (np.asarray(engine.offloading.state.cache.tables.key_of_slot) >= 0).any()
     out = sampler(PROMPTS, 5, return_routed_experts=True)
     assert [tokens.tolist() for tokens in out.tokens] == [greedy(trained, prompt, 5) for prompt in PROMPTS]
     assert engine.programs.compile_s == compiled

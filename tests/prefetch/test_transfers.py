@@ -85,7 +85,7 @@ def test_tasks_have_deadlines_in_the_step_that_is_planned_for(engine, monkeypatc
 
 def test_nothing_is_left_under_way_after_a_request(engine):
     generate(engine, PROMPTS[:1])
-    engine._begin()
+    engine.offloading.begin_prompts()
     tables = engine.offloading.state.cache.tables
     check_invariants(tables)
     assert not np.isin(np.asarray(tables.state), [SlotState.FETCH, SlotState.COMPUTE]).any()
