@@ -315,9 +315,12 @@ class TokenEngine:
         )  # fmt: skip
 
     def _lanes(self, poll: Callable[[], None] | None) -> Lanes:
+        # As many sequences as there are slots for all that they may route to at once.
+        spec, slots = self.model.spec, self.plan.slots
+        most = max(count for count in range(1, self.max_batch + 1) if count == 1 or least_slots(spec, count) <= slots)
         return Lanes(
             offloading=self.offloading, reader=self._reader, programs=self.programs,
-            step_configs={greedy: self._step_config(greedy) for greedy in (True, False)}, most=self.max_batch,
+            step_configs={greedy: self._step_config(greedy) for greedy in (True, False)}, most=most,
             poll=poll,
         )  # fmt: skip
 

@@ -205,14 +205,7 @@ class Lanes:
             elif not self._waiting and lanes_for(self.running) < len(batch.lanes):
                 self._resize(batch, lanes_for(self.running))
             elif any(dropped):
-                done = self._run(
-                    (len(dropped),),
-                    "the end of sequences",
-                    end_lanes,
-                    batch.sequences.done,
-                    self._put(np.array(dropped)),
-                )
-                batch.sequences = batch.sequences._replace(done=done)
+                self._end(batch, np.array(dropped))
         return True
 
     def _end(self, batch: _Batch, dropped: Bool[np.ndarray, " B"]) -> None:
@@ -279,7 +272,7 @@ class Lanes:
         self._choices(self._batch)
 
     def _begin(self, sequence: _Sequence, read: Lane, totals: Array, size: int) -> None:
-        """The first token of a sequence, which then takes a lane."""
+        """The first token of a sequence, which then takes a lane: one of those there are, or of `size` new ones."""
         request, offloading, reading = sequence.request, self.offloading, read.reading
         config, batch = self.step_configs[request.sampling.greedy], self._batch
         sampling, eos_ids = self._put((SamplingParams.of([request.sampling], 1), _end_tokens([request])))
@@ -303,14 +296,16 @@ class Lanes:
                 self._resize(self._batch, size)
             return
         offloading.hold(offload)
-        lane = batch.lanes.index(None)
+        lane, among = batch.lanes.index(None), len(batch.lanes)
         batch.lanes[lane] = sequence
         at = self._put(np.int32(lane))
-        both = self._run(("sequences", size), "the join of sequences", put_lane, (batch.sequences, predictors), one, at)
+        both = self._run(
+            ("sequences", among), "the join of sequences", put_lane, (batch.sequences, predictors), one, at
+        )
         batch.sequences = both[0]
         offloading.update(predictor=both[1])
         for index, layer in enumerate(self.reader.model.spec.layers):
-            key, states = (layer, size), (batch.layers[index], read.layers[index])
+            key, states = (layer, among), (batch.layers[index], read.layers[index])
             batch.layers[index] = self._run(key, "the join of sequences", put_lane, *states, at)
             read.layers[index] = None
 

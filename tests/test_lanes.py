@@ -137,6 +137,21 @@ def test_those_that_decode_go_on_while_a_prompt_is_read(model, monkeypatch):
     assert together(engine, asked, [0, 20]) == expected
 
 
+def test_one_that_joins_what_is_left_of_many_has_its_own_lane(model):
+    """Those that end while others wait leave lanes behind that are taken before there are fewer of them."""
+    engine = TokenEngine(model, EngineOptions(residency=0.7, max_batch=4))
+    long = TokenRequest(prompt=[1, 2, 3], max_new_tokens=30, sampling=SamplingConfig())
+    brief = [TokenRequest(prompt=[5 + at] * 3, max_new_tokens=4, sampling=SamplingConfig()) for at in range(3)]
+    late = TokenRequest(prompt=[9] * 5, max_new_tokens=6, sampling=SamplingConfig())
+    expected, tokens = [alone(engine, long), alone(engine, late)], {}
+    session = engine.session(lambda: session.add(late) if len(tokens) == 4 and session.free == 3 else None)
+    for each in (long, *brief):
+        session.add(each)
+    for event in session.events:
+        tokens.setdefault(event.sequence, []).append(event.token)
+    assert [tokens[0], tokens[4]] == expected
+
+
 def test_more_than_there_are_lanes_wait(model):
     engine = TokenEngine(model, EngineOptions(residency=0.7, max_batch=2))
     draw = random.Random(5)
