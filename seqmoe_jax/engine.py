@@ -45,6 +45,8 @@ from seqmoe_jax.warm_up import warm_up
 
 log = logging.getLogger("seqmoe_jax")
 
+COUNTED = 64  # tokens between two updates of the statistics of a generation that goes on
+
 
 class TokenEngine:
     """Generates token ids. One generation at a time: another thread's waits, one begun inside it is refused.
@@ -341,11 +343,19 @@ class TokenEngine:
         transferred_before = offloading.transferred()
         stats = self.last_stats = self._new_stats(lanes.prompt_tokens)
         decoding_since = started
+
+        def count() -> None:
+            stats.prompt_tokens, stats.compile_s = lanes.prompt_tokens, self.programs.compile_s - compiled_before
+            moved = offloading.transferred().since(transferred_before)
+            stats.count(lanes.prefill, lanes.decode, moved, self.config.layout.block_bytes)
+
         try:
             for event in lanes.events():
                 stats.new_tokens += 1
                 if stats.new_tokens == 1:
                     stats.ttft_s = time.perf_counter() - started - (self.programs.compile_s - compiled_before)
+                if stats.new_tokens % COUNTED == 0:
+                    count()
                 yield event
                 decoded = stats.new_tokens - lanes.begun
                 if decoded == 0:
@@ -353,10 +363,7 @@ class TokenEngine:
                 else:
                     stats.tokens_per_second = decoded / (time.perf_counter() - decoding_since)
         finally:
-            stats.prompt_tokens = lanes.prompt_tokens
-            stats.compile_s = self.programs.compile_s - compiled_before
-            moved = offloading.transferred().since(transferred_before)
-            stats.count(lanes.prefill, lanes.decode, moved, self.config.layout.block_bytes)
+            count()
             if self._turns.closed:  # from inside this generation
                 self._release()
 

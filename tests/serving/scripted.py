@@ -31,3 +31,18 @@ class Scripted:
 def scripted(pieces):
     """In the place of `Engine.run`."""
     return lambda poll: Scripted(pieces, poll)
+
+
+class Held:
+    """A run that waits for a permit before each piece, at most 2 s."""
+
+    def __init__(self, run, permits):
+        self._run, self._permits = run, permits
+
+    def __getattr__(self, name):
+        return getattr(self._run, name)
+
+    def __iter__(self):
+        for piece in self._run:
+            self._permits.acquire(timeout=2.0)
+            yield piece

@@ -10,7 +10,7 @@ from http.client import HTTPConnection
 
 import pytest
 from client import COMPLETIONS, HELLO, JSON, call, events, post, raw
-from scripted import scripted
+from scripted import Held, scripted
 
 from seqmoe_jax.errors import PromptError
 from seqmoe_jax.generation import Piece
@@ -136,21 +136,7 @@ def test_a_stream_is_told_that_the_server_ends(serve, engine, monkeypatch):
     steps = threading.Semaphore(3)
     run = type(engine).run
 
-    def slowly(poll):
-        pieces = run(engine, poll=poll)
-
-        class Held:
-            def __getattr__(self, name):
-                return getattr(pieces, name)
-
-            def __iter__(self):
-                for piece in pieces:
-                    steps.acquire(timeout=2.0)
-                    yield piece
-
-        return Held()
-
-    monkeypatch.setattr(engine, "run", slowly)
+    monkeypatch.setattr(engine, "run", lambda poll: Held(run(engine, poll=poll), steps))
     with serve() as port:
         connection = HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("POST", "/v1/chat/completions", BODY, JSON)
@@ -166,21 +152,7 @@ def test_sigterm_lets_streams_end_within_its_limit(engine, monkeypatch, drain):
     steps = threading.Semaphore(2)
     run = type(engine).run
 
-    def slowly(*args, **kwargs):
-        pieces = run(engine, *args, **kwargs)
-
-        class Held:
-            def __getattr__(self, name):
-                return getattr(pieces, name)
-
-            def __iter__(self):
-                for piece in pieces:
-                    steps.acquire(timeout=2.0)
-                    yield piece
-
-        return Held()
-
-    monkeypatch.setattr(engine, "run", slowly)
+    monkeypatch.setattr(engine, "run", lambda poll: Held(run(engine, poll=poll), steps))
     service = Service(engine, name="tiny", sampling=SamplingConfig())
     server = Server(service, drain=drain)
     with bind("127.0.0.1", 0) as listening:
