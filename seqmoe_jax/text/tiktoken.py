@@ -95,15 +95,15 @@ class TiktokenTokenizer:
             if any(bytes((byte,)) not in ranks for byte in range(256)):
                 raise ValueError("ranks that lack some of the 256 single bytes")
             own = known.tokens(len(ranks))
-            self.encoding = tiktoken.Encoding(
+            self._encoding = tiktoken.Encoding(
                 path.stem, pat_str=known.pattern, mergeable_ranks=ranks, special_tokens=own.ids | added.ids
             )
         self._hidden = own.hidden | added.hidden
-        self.vocab = self.encoding.max_token_value + 1
+        self.vocab = self._encoding.max_token_value + 1
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         text = unicodedata.normalize("NFC", text) if self._nfc else text
-        return self.encoding.encode(text, allowed_special="all")
+        return self._encoding.encode(text, allowed_special="all")
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self.encoding.decode([token for token in tokens if token not in self._hidden])
+        return self._encoding.decode([token for token in tokens if token not in self._hidden])

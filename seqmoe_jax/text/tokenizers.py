@@ -120,10 +120,6 @@ class FileTokenizer:
         self._tokenizer.no_padding()
         self.vocab = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
-    def as_json(self) -> str:
-        """The whole tokenizer as a `tokenizer.json` has it."""
-        return str(self._tokenizer.to_str())
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if len(text) < _LONG:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
