@@ -1,6 +1,7 @@
 """Sequences join and leave those that are decoded together; none of them has other tokens for it."""
 
 import random
+from contextlib import closing
 from itertools import count
 
 import jax
@@ -13,12 +14,20 @@ from seqmoe_jax.lanes import TokenRequest
 from seqmoe_jax.options import EngineOptions, SamplingConfig
 from seqmoe_jax.testing import tiny_model, untrained_predictor
 
-LENGTHS = (1, 3, 16, 17, 40, 64, 70)
+LENGTHS = (1, 3, 16, 17, 40)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model()
+    return tiny_model(num_hidden_layers=2, mlp_only_layers=[])
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    with closing(
+        TokenEngine(model, EngineOptions(max_batch=2, residency=0.7), predictor=untrained_predictor(model))
+    ) as engine:
+        yield engine
 
 
 def request(draw):
@@ -74,9 +83,8 @@ def check_in_mixes(engine, asked, mixes):
         assert together(engine, [requests[at] for at in order], arrivals) == [expected[at] for at in order]
 
 
-def test_tokens_do_not_depend_on_company(model, asked):
-    options = EngineOptions(max_batch=4, residency=0.7)
-    check_in_mixes(TokenEngine(model, options, predictor=untrained_predictor(model)), asked, 2)
+def test_tokens_do_not_depend_on_company(engine, asked):
+    check_in_mixes(engine, asked, 2)
 
 
 @pytest.mark.slow  # a minute for each, for its programs
@@ -97,8 +105,7 @@ def test_tokens_do_not_depend_on_company_with_any_policy_and_engine(model, asked
     check_in_mixes(TokenEngine(model, EngineOptions(max_batch=4, **options), predictor=predictor), asked, 4)
 
 
-def test_one_that_is_dropped_leaves_its_lane_to_another(model):
-    engine = TokenEngine(model, EngineOptions(residency=0.7, max_batch=2))
+def test_one_that_is_dropped_leaves_its_lane_to_another(engine):
     long = TokenRequest(prompt=[1, 2, 3], max_new_tokens=200, sampling=SamplingConfig())
     short = TokenRequest(prompt=[7] * 20, max_new_tokens=6, sampling=SamplingConfig())
     other = TokenRequest(prompt=[9], max_new_tokens=30, sampling=SamplingConfig())
@@ -122,7 +129,7 @@ def test_those_that_decode_go_on_while_a_prompt_is_read(model, monkeypatch):
     )
     asked = [
         TokenRequest(prompt=[1, 2, 3], max_new_tokens=60, sampling=SamplingConfig()),
-        TokenRequest(prompt=[7] * 400, max_new_tokens=3, sampling=SamplingConfig()),
+        TokenRequest(prompt=[7] * 40, max_new_tokens=3, sampling=SamplingConfig()),
     ]
     expected = [alone(engine, each) for each in asked]
     session, order = engine.session(), []
@@ -137,6 +144,7 @@ def test_those_that_decode_go_on_while_a_prompt_is_read(model, monkeypatch):
     assert together(engine, asked, [0, 20]) == expected
 
 
+@pytest.mark.slow  # for the programs of four lanes
 def test_one_that_joins_what_is_left_of_many_has_its_own_lane(model):
     """Those that end while others wait leave lanes behind that are taken before there are fewer of them."""
     engine = TokenEngine(model, EngineOptions(residency=0.7, max_batch=4))
@@ -152,27 +160,23 @@ def test_one_that_joins_what_is_left_of_many_has_its_own_lane(model):
     assert [tokens[0], tokens[4]] == expected
 
 
-def test_more_than_there_are_lanes_wait(model):
-    engine = TokenEngine(model, EngineOptions(residency=0.7, max_batch=2))
-    draw = random.Random(5)
-    requests = [request(draw) for _ in range(5)]
+def test_more_than_there_are_lanes_wait(engine, asked):
+    requests, expected = asked
     session, tokens = engine.session(), {}
     for each in requests:
         session.add(each)
     for event in session.events:
         tokens.setdefault(event.sequence, []).append(event.token)
-    assert [tokens[number] for number in range(5)] == [alone(engine, each) for each in requests]
+    assert [tokens[number] for number in range(len(requests))] == expected
 
 
-def test_what_an_engine_cannot_run_is_refused_when_it_is_added(model):
-    session = TokenEngine(model, EngineOptions(residency=0.7, context=64)).session()
-    with pytest.raises(PromptError, match="the context is 64"):
-        session.add(TokenRequest(prompt=[1] * 60, max_new_tokens=9, sampling=SamplingConfig()))
+def test_what_an_engine_cannot_run_is_refused_when_it_is_added(engine):
+    session = engine.session()
+    with pytest.raises(PromptError, match="the context is 512"):
+        session.add(TokenRequest(prompt=[1] * 510, max_new_tokens=9, sampling=SamplingConfig()))
 
 
-def test_nothing_is_kept_of_sequences_that_have_ended(model):
-    engine = TokenEngine(model, EngineOptions(residency=0.7, max_batch=2))
-
+def test_nothing_is_kept_of_sequences_that_have_ended(engine):
     def held():
         list(engine.run([[1, 2, 3], [4]], max_new_tokens=4))
         return sum(array.nbytes for array in jax.live_arrays())

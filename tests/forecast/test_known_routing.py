@@ -31,7 +31,7 @@ def model():
 
 @pytest.mark.parametrize("predictor", [None, "untrained"])
 def test_forecast_rows_of_hashed_layers_are_what_the_next_step_routes(model, predictor, monkeypatch):
-    monkeypatch.setattr("seqmoe_jax.engine.RUN_AHEAD", 1)  # so that the engine's state is that of the last token
+    monkeypatch.setattr("seqmoe_jax.lanes.RUN_AHEAD", 1)  # so that the engine's state is that of the last token
     engine = TokenEngine(
         model, EngineOptions(residency=0.4), predictor=untrained_predictor(model) if predictor else None
     )

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.arithmetic import einsum, linear, softmax
-from pallas_kernels.backend import Implementation, loops_are_cheap
+from pallas_kernels.backend import Implementation
 from pallas_kernels.prompt_attention import attention_bytes, prompt_attention, unfit_sizes
 from seqmoe_jax.models.layers import write_barrier
 from seqmoe_jax.models.norms import RMSNorm
@@ -132,7 +132,7 @@ class MLA:
         new = jnp.concatenate([self.norm(latent, weights.kv_norm), key], axis=-1)
         # What padding writes lies behind every valid position, so it is masked until a later token overwrites it.
         cache = write_barrier(_write(state.latent, new, positions))
-        if x.shape[1] == 1 and not loops_are_cheap():
+        if x.shape[1] == 1:
             mixed = self._attend(q, positions, cache)
         else:
             mixed = self._attend_chunk(q, positions[:, 0], cache, implementation)
