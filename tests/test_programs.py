@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict
 from contextlib import closing
 from pathlib import Path
+from random import Random
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +118,8 @@ def settings():
         (1.0, 0.8, 0.6, 0.5), ("seqmoe", "lru", "lfu", "prefill-hot", "full"), ("none", "device_put"), (1, 2),
         (0.0, 0.7), (64, 128, 256),
     )  # fmt: skip
-    for residency, policy, transfers, batch, temperature, context in choices:
+    # In any order but that of the product, whose first ten are all of one residency and policy.
+    for residency, policy, transfers, batch, temperature, context in Random(0).sample(list(choices), 480):
         if policy == "seqmoe" or transfers == "none":
             yield (
                 EngineOptions(

@@ -316,7 +316,7 @@ def _spoiled_array(array: np.ndarray, draw: Random) -> np.ndarray:
     if array.dtype == object:
         return array
     if kind == 0:
-        kinds = ("U5", "S3") if array.dtype.kind == "U" else ("i1", "u1", "i4", "u8", ">i4", "f4", "f8", "U5", "?")
+        kinds = ("U5", "S3") if array.dtype.kind in "US" else ("i1", "u1", "i4", "u8", ">i4", "f4", "f8", "U5", "?")
         return array.astype(draw.choice(kinds))
     if kind == 1:
         return array.reshape(-1) if array.ndim != 1 else array.reshape(1, -1)
