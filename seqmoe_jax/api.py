@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from jaxtyping import Array, Float32, Int32, Integer
 
 from seqmoe_jax.checkpoints.resolve import read_config
 from seqmoe_jax.compilation import enable_compilation_cache
-from seqmoe_jax.display import percent, preformatted, shows_progress, table
+from seqmoe_jax.display import percent, preformatted, table
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import CheckpointError, ConfigError, PromptError
 from seqmoe_jax.fields import shown
@@ -24,6 +23,7 @@ from seqmoe_jax.loading import find_and_load_predictor, load_model, random_model
 from seqmoe_jax.memory.fit import check_fits
 from seqmoe_jax.options import EngineKeywords, EngineOptions, GenerateKeywords, GenerateOptions, SamplingConfig
 from seqmoe_jax.presets import preset_path
+from seqmoe_jax.progress import ProgressBar, say, shows_progress
 from seqmoe_jax.stats import Stats
 from seqmoe_jax.text import (
     ByteTokenizer,
@@ -433,32 +433,3 @@ def _each(
 def _listed(given: Any) -> Any:
     """Arrays as lists."""
     return given.tolist() if hasattr(given, "tolist") else given
-
-
-class ProgressBar:
-    """A progress bar, over bytes unless said otherwise, shown for what takes longer than a second."""
-
-    def __init__(self, shown: bool, label: str, *, unit: str = "B"):
-        self._shown, self._label, self._unit = shown, label, unit
-        self._bar: Any = None
-
-    def __enter__(self) -> Callable[[int, int], None] | None:
-        return self._update if self._shown else None
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def _update(self, done: int, total: int) -> None:
-        from tqdm.auto import tqdm
-
-        if self._bar is None:
-            self._bar = tqdm(
-                total=total, desc=self._label, unit=self._unit, unit_scale=self._unit == "B", delay=1.0, leave=False,
-                file=sys.stderr,
-            )  # fmt: skip
-        self._bar.update(done - self._bar.n)
-
-
-def say(message: str) -> None:
-    print(f"seqmoe: {message} (once; kept in the compilation cache)", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from html import escape
 
@@ -45,8 +44,3 @@ def _bar(name: str, share: float) -> str:
         '<div style="width:240px;height:8px;background:#8884;border-radius:4px">'
         f'<div style="width:{width:.1f}%;height:8px;background:{BAR};border-radius:4px"></div></div></div>'
     )
-
-
-def shows_progress(wanted: bool | None) -> bool:
-    """Whether bars and messages are shown; by default where somebody sees them, in a terminal or a notebook."""
-    return (sys.stderr.isatty() or "ipykernel" in sys.modules) if wanted is None else wanted

@@ -207,13 +207,8 @@ class TokenEngine:
             self._release()
 
     def _release(self) -> None:
-        offloading, self._offloading, self._model, self.predictor, self.replay = (
-            self._offloading,
-            None,
-            None,
-            None,
-            None,
-        )
+        offloading, self._offloading = self._offloading, None
+        self._model = self.predictor = self.replay = None
         vars(self).pop("_reader", None)
         if offloading is not None:
             offloading.close()

@@ -12,10 +12,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
-from seqmoe_jax.api import ProgressBar
 from seqmoe_jax.compilation import enable_compilation_cache
 from seqmoe_jax.decode.state import empty_sequences
-from seqmoe_jax.display import shows_progress
 from seqmoe_jax.errors import ConfigError
 from seqmoe_jax.loading import load_model
 from seqmoe_jax.models import block
@@ -26,6 +24,7 @@ from seqmoe_jax.nnx.block import apply_experts
 from seqmoe_jax.nnx.offload import cache_config, fill, in_jax_memory
 from seqmoe_jax.nnx.slots import ExpertSlots, HostExperts
 from seqmoe_jax.options import Residency
+from seqmoe_jax.progress import ProgressBar, shows_progress
 
 Cache = dict[str, Any]  # "length" [B], and the state of every layer's mixer by "layer_0", "layer_1", ...
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 
-from seqmoe_jax.display import preformatted, shows_progress
+from seqmoe_jax.display import preformatted
 from seqmoe_jax.errors import TraceError
 from seqmoe_jax.fields import Fields
 from seqmoe_jax.forecast import store
@@ -18,6 +18,7 @@ from seqmoe_jax.forecast.data import divide
 from seqmoe_jax.forecast.evaluation.evaluate import Row, recall_rows, table
 from seqmoe_jax.forecast.training import pipeline
 from seqmoe_jax.forecast.training.config import TrainConfig
+from seqmoe_jax.progress import shows_progress
 from seqmoe_jax.traces.format import Trace
 
 Log = Callable[[str], None]

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float32, Integer, UInt8
 
-from seqmoe_jax.display import shows_progress
 from seqmoe_jax.errors import NonFiniteError, PromptError
 from seqmoe_jax.options import SamplingConfig
 from seqmoe_jax.outputs.files import check_file
 from seqmoe_jax.outputs.parts import check_parts, parts_of
 from seqmoe_jax.outputs.runs import Run, check_replaced, is_of, to_json
+from seqmoe_jax.progress import shows_progress
 from seqmoe_jax.traces.format import Trace, join, read_run, read_trace, write_trace
 from seqmoe_jax.traces.prompts import Prompt
 

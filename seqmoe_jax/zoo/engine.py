@@ -9,9 +9,8 @@ from typing import Any, Unpack
 import jax
 from flax import nnx
 
-from seqmoe_jax.api import Engine, ProgressBar, say
+from seqmoe_jax.api import Engine
 from seqmoe_jax.compilation import enable_compilation_cache
-from seqmoe_jax.display import shows_progress
 from seqmoe_jax.engine import TokenEngine
 from seqmoe_jax.errors import ConfigError, ResidencyError
 from seqmoe_jax.forecast.store import choose_predictor
@@ -20,6 +19,7 @@ from seqmoe_jax.loading import find_and_load_predictor
 from seqmoe_jax.memory.fit import free_bytes, pool_bytes
 from seqmoe_jax.memory.plan import DEFAULT_CONTEXT, plan_memory
 from seqmoe_jax.options import EngineKeywords, EngineOptions, parse_bytes
+from seqmoe_jax.progress import ProgressBar, say, shows_progress
 from seqmoe_jax.text import TokenIds, Tokenizer, tokenizer_of
 from seqmoe_jax.zoo.layouts import Paths, Zoo
 from seqmoe_jax.zoo.load import NNXModel
